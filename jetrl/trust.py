@@ -84,12 +84,12 @@ def require(
         "the data decide what it is called with."
     )
     if ask is None:
-        other = "; or give a recipe of yours by --recipe" if takes_recipe else ""
+        other = "; or give your own recipe with --recipe" if takes_recipe else ""
         raise UserError(f"{notice} If you trust it, and the data, add --trust{other}.")
     if not ask(f"{notice}\nRun it?"):
         if not takes_recipe:
             raise UserError(f"{where}: nothing was run.")
-        raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are taken instead.")
+        raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are used instead.")
     return True
 
 

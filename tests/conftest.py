@@ -7,9 +7,13 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from jetrl.user_code import guard as user_code
+# before torch reads it: where more threads wait than there are cores, those that spin keep the others from working
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch  # noqa: E402
+
+from jetrl.user_code import guard as user_code  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import NAME, Problem, Section
+from jetrl.config.lora import LoraConfig
 from jetrl.config.markers import (
     Elsewhere,
     FirstWeights,
@@ -83,25 +84,27 @@ class QuantConfig(Section):
     weight_scale: Annotated[ScaleKind, NoEffectWhile("precision", ("w8a16",))] = Field(
         default="fp32", description="Scales of weight blocks: any FP32 number, or powers of two.")
     activation_scale: Annotated[ScaleKind, NoEffectWhile("precision", ("w8a16",))] = Field(
-        default="fp32", description="Scales of activation and gradient blocks, likewise.")
+        default="fp32", description="Scales of activation and gradient blocks: any FP32 number, or powers of two.")
     num_first_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
     wgrad: Annotated[WgradKind, NoEffectWhile("precision", ("fp8_rollout", "w8a16"))] = Field(
-        default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
-        "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
-        "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
+        default="tile", description="Scales of the activations that weight gradients read (dense layers; experts "
+        "always use row). row: one for each feature and 128 tokens. tile: one for each 128x128 tile, as in weights. "
+        "On Hopper, tile is the faster GEMM; SwiGLU's output is recomputed, and a micro-batch's weight gradient is "
+        "rounded to BF16 before it is added.")
     saved_gate_up: Annotated[
         CacheKind, NoEffectWhile("quant.wgrad", ("row",)), NoEffectWhile("precision", ("fp8_rollout", "w8a16")),
     ] = Field(
-        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused "
-        "where all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory "
-        "for the backward pass.")
+        default="bf16", description="Format in which SwiGLU's input is kept for the backward pass (dense layers; fp8 "
+        "is refused if all layers have experts). fp8: rounded like an activation, which saves a quarter of the memory "
+        "that a layer keeps for the backward pass.")
     kv_cache: Annotated[
         CacheKind, SavesMemory(10, {"bf16": "fp8"}, unless=("precision", "bf16")),
         Elsewhere("vLLM, SGLang: kv_cache_dtype"),
-    ] = Field(default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
+    ] = Field(default="bf16", description="Format of keys and values in the rollout's cache. Training rounds them the "
+        "same way.")
 
 
 class SFTConfig(Section):
@@ -146,8 +149,8 @@ class EvalConfig(Section):
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
     pass_reward: Annotated[float, NoBits()] = Field(
-        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
-        "(less 0.001, for rounding) in what rl.signal names.")
+        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if the rl.signal of one of its "
+        "completions reaches this (minus 0.001, for rounding).")
     num_samples_kept: Annotated[int, NoBits()] = Field(
         default=32, ge=0, description="How many completions of each evaluation to write to eval_samples.jsonl, spread "
         "evenly over the problems and always from the same ones. 0: none.")
@@ -230,7 +233,7 @@ def dapo_buffer_len(max_response_length: int) -> int:
 
 
 class Config(Section):
-    """A whole run. `device` and `kernels` are concrete once `resolve` has run."""
+    """The run as a whole. Once `resolve` has run, `device` and `kernels` are no longer "auto"."""
 
     section: ClassVar[str] = ""
     name: Annotated[
@@ -264,6 +267,7 @@ class Config(Section):
     model: Annotated[ModelConfig, FirstWeights()] = Field(description="The model.")
     quant: Annotated[QuantConfig, NoEffectWhile("precision", ("bf16",)), Kernels()] = Field(
         default=QuantConfig(), description="FP8 details.")
+    lora: LoraConfig = Field(default=LoraConfig(), description="Adapters.")
     task: Annotated[TaskConfig, WarmStart()] = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
     vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",))] = Field(
@@ -298,6 +302,7 @@ class Config(Section):
         rollout = self.rollout
         yield from vllm_problems(self)
         yield from self._size_problems()
+        yield from self._lora_problems()
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
                    f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")
@@ -329,6 +334,22 @@ class Config(Section):
                 "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
                 f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
                 ("rollout.prompts_per_step",),
+            )
+
+    def _lora_problems(self) -> Iterator[Problem | str]:
+        """What does not go with adapters."""
+        if self.lora.rank is None:
+            return
+        if self.rollout.engine != "jetrl":
+            yield Problem(
+                "lora.rank", f"adapters are sampled from by jetrl's own engine only, and rollout.engine = "
+                f"{toml_literal(self.rollout.engine)}; set rollout.engine=jetrl, or remove this key",
+                ("rollout.engine",),
+            )
+        if self.rl.adv_estimator == "gae" and self.rl.critic != "shared":
+            yield Problem(
+                "lora.rank", 'does not go with a critic of its own, which is trained whole; set rl.critic=shared, '
+                "or an algorithm without a critic", ("rl.critic", "rl.algo"),
             )
 
     def _size_problems(self) -> Iterator[Problem | str]:

@@ -19,6 +19,7 @@ class Plan:
     written.
     """
 
+    slots: np.ndarray  # [B] int64, where each sequence is held
     starts: np.ndarray  # [B] int64
     counts: np.ndarray  # [B] int64, at least 1
     tokens: np.ndarray  # [T] int64
@@ -40,9 +41,9 @@ class Plan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes one token and draws from it."""
-        count = len(self.counts)
-        return bool((self.counts == 1).all()) and np.array_equal(self.sample_rows, np.arange(count))
+        """Whether every sequence computes one token and draws from it. A row from which another draws is that of a
+        prompt: its sequence was interrupted, and computes its prompt again for all who wait."""
+        return bool((self.counts == 1).all()) and np.array_equal(self.sample_slots, self.slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,17 @@ class Scheduler:
 
     def _continue_running(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """Share the budget among running sequences, decoding ones first; slots and counts, in order of arrival."""
+        slots, counts = self._shares()
+        while len(slots) and self._secure_pages(slots, step):
+            alive = np.array([self.slots.owner[slot] is not None for slot in slots.tolist()], dtype=bool)
+            slots, counts = slots[alive], counts[alive]
+            if len(slots):
+                break
+            slots, counts = self._shares()  # all were preempted that had a share: it goes to those without
+        return slots, counts
+
+    def _shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """The running sequences that get tokens of the budget, and how many."""
         slots = np.array([s.slot for s in self.running], dtype=np.int64)
         pending = self.slots.length[slots] - self.slots.computed[slots]
         order = np.argsort(pending > 1, kind="stable")
@@ -297,11 +308,7 @@ class Scheduler:
             assert prefix.leader is not None
             at = np.flatnonzero(slots == prefix.leader.slot)
             counts[at] = self._to_the_end(prefix, int(self.slots.computed[prefix.leader.slot]), int(counts[at[0]]))
-        slots, counts = slots[counts > 0], counts[counts > 0]
-        if self._secure_pages(slots, step):
-            alive = np.array([self.slots.owner[slot] is not None for slot in slots.tolist()], dtype=bool)
-            slots, counts = slots[alive], counts[alive]
-        return slots, counts
+        return slots[counts > 0], counts[counts > 0]
 
     def _secure_pages(self, slots: np.ndarray, step: Step) -> bool:
         """Give each slot a page of its own to write into; True if that meant preempting the youngest sequences.

@@ -78,6 +78,7 @@ class Slots:
         fork_slots, fork_rows = np.array(step.forks, dtype=np.int64).reshape(-1, 2).T
         sample_slots = np.concatenate((slots[draws], fork_slots))
         return Plan(
+            slots=slots,
             starts=starts,
             counts=counts,
             tokens=self.tokens[slots[owner], positions].astype(np.int64),

@@ -138,8 +138,8 @@ def _with_vllm(subject: Subject, work: DepthWork, beside: str) -> Config:
         raise UserError(f"--beside {beside}: only vllm can be measured beside jetrl's own engine.")
     if config.quant.kv_cache == "fp8":
         raise UserError(
-            "--beside vllm: with an FP8 cache training rounds keys and values as jetrl's cache does, and vLLM's has "
-            "other scales. Give --kv-cache bf16."
+            "--beside vllm: with an FP8 cache, training rounds keys and values as jetrl's cache does, and vLLM's cache "
+            "has different scales. Give --kv-cache bf16."
         )
     rollout = config.rollout.model_copy(update={
         "engine": "vllm", "max_response_length": work.depth - _FIRST, "max_num_seqs": max(2, work.conversations),

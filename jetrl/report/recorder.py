@@ -439,7 +439,9 @@ def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
         try:
             numbers = decoded(row)
         except (TypeError, AttributeError) as error:
-            raise UserError(f"{path}: a row of step {row['step']} has another form ({error}). Remove it.") from error
+            raise UserError(
+                f"{path}: a row of step {row['step']} has an unexpected form ({error}). Remove it."
+            ) from error
         yield numbers
 
 
@@ -460,7 +462,7 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
             for row in rows
         }
     except (TypeError, KeyError) as error:
-        raise UserError(f"{path}: a row has another form ({error!r}). Remove it.") from error
+        raise UserError(f"{path}: a row has an unexpected form ({error!r}). Remove it.") from error
 
 
 def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

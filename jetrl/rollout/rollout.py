@@ -143,10 +143,10 @@ def _shared(
     busy = time.perf_counter() - start
     agree(queues.world, mistake)
     data = pickle.dumps(own, pickle.HIGHEST_PROTOCOL)  # of this protocol, arrays are one buffer each
-    packed = queues.world.gather((data, busy))  # its own part need not be unpacked again
+    replicas = queues.world.replicas
+    packed = replicas.gather((data, busy))  # its own part need not be unpacked again
     found = [
-        (own if rank == queues.world.rank else pickle.loads(data), seconds)
-        for rank, (data, seconds) in enumerate(packed)
+        (own if rank == replicas.rank else pickle.loads(data), seconds) for rank, (data, seconds) in enumerate(packed)
     ]
     longest = max(seconds for _, seconds in found)
     parts = tuple(

@@ -152,9 +152,9 @@ def check_truncation(config: Config, promises: bool) -> None:
     keys = [key for key in ("top_p", "top_k", "min_p") if getattr(r, key) != r.usual(key)]
     on = [f"rollout.{key} = {getattr(r, key):g}" for key in keys]
     raise UserError(
-        f"{' and '.join(on)}: the learner finds the tokens that the sampler kept in its own logits, and with {why} "
-        'these are not the sampler\'s, bit for bit. Set rollout.logprobs = "full" (log-probs are then of the whole '
-        "distribution, from which tokens are not drawn), or sample from the whole distribution by removing "
+        f"{' and '.join(on)}: the learner works out from its own logits which tokens the sampler kept, and with {why} "
+        'its logits are not bit-equal to the sampler\'s. Set rollout.logprobs = "full" (log-probs are then of the '
+        "whole distribution, from which tokens are not drawn), or sample from the whole distribution by removing "
         f"{' and '.join(f'rollout.{key}' for key in keys)}."
     )
 
@@ -173,7 +173,9 @@ def _users_engine(context: EngineContext) -> Engine:
     with blamed(name, "the constructor", called=engine_class(name)):
         engine = engine_class(name)(context)
     if not isinstance(getattr(engine, "keeps_bits", None), bool):
-        raise UserError(f"rollout.engine = {name}: set keeps_bits, True only if its log-probs are the learner's bits.")
+        raise UserError(
+            f"rollout.engine = {name}: set keeps_bits, to True only if its log-probs equal the learner's bit for bit."
+        )
     if not hasattr(engine, "has_work"):
         raise UserError(f"rollout.engine = {name}: it has no has_work; see jetrl.types.Engine.")
     return CheckedEngine(engine, name, context.model.spec.vocab_size)

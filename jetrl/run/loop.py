@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,6 +48,7 @@ from jetrl.report.recorder import (
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.run.checkpoint import state
+from jetrl.run.checkpoint.base import stays
 from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
@@ -218,7 +219,7 @@ def opened(
     on_rank0(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
-        session = build(config, weights=found is None, world=world, displays=Compiling, own=own)
+        session = build(config, weights=found is None or stays(config), world=world, displays=Compiling, own=own)
         try:
             ranks = {} if world.alone else {"ranks": world.size}
             with _recorded(session, run_dir, command, stop, found, record(pins) | ranks, console) as running:
@@ -334,7 +335,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
-            own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
+            own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -434,7 +435,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
         raise common(UserError(
-            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.progress.step} {found}. Set "
+            f"rollout.engine = {engine} sets keeps_bits = True, but in step {session.progress.step} {found}. Set "
             "keeps_bits = False (the learner then computes what it needs itself), or fix the engine; then continue "
             "with --resume."
         ))
@@ -540,7 +541,7 @@ def run_sft(config: Config) -> Path:
     trust.remember(config)
     with no_silent_exit(), told_when_out_of_memory(config, World()):
         config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
-        model = build_model(config, plan.spec, plan.recipe)
+        model = build_model(config, plan.spec, replace(plan.recipe, lora=None))
         with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
             return warm_start(
                 model, config, plan.task, plan.tokenizer,

@@ -18,9 +18,11 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.hub import model_folder
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.support import require
+from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.flow import require_unified
-from jetrl.precision.recipe import Recipe, recipe_of
+from jetrl.precision.lora import GROUPS
+from jetrl.precision.recipe import Recipe, lora_of, recipe_of
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
@@ -64,6 +66,7 @@ def prepare(
     ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
     recipe = recipe_of(config, spec)
     check_sizes(config, spec, recipe)
+    check_lora(config, spec)
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)
@@ -148,6 +151,37 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
         raise UserError(
             f'precision = "{recipe.name}" computes {wrong} in BF16, over rows of {rows[wrong]} values; the kernels of '
             f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or use another model.'
+        )
+
+
+def check_lora(config: Config, spec: ModelSpec) -> None:
+    """UserError for adapters that this model cannot have: of projections that it lacks, or of a rank beyond a
+    matrix's."""
+    lora = lora_of(config.lora)
+    if lora is None:
+        return
+    ranks: dict[str, int] = {}  # by projection: the smallest side of its matrices
+    for layer in range(spec.num_layers):
+        for linear in linears_of(spec, layer).values():
+            for name, rows in zip(linear.projections, linear.sections, strict=False):
+                ranks[name] = min(ranks.get(name, rows), rows, linear.in_size)
+    chosen = [name for name in lora.targets if name in ranks]
+    missing: list[str] = [name for name in config.lora.targets if name not in GROUPS and name not in ranks]
+    if missing or not chosen:
+        raise UserError(
+            f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])} outside of its experts, "
+            f"which have no adapters. It has {', '.join(ranks)}."
+        )
+    worst = min(chosen, key=lambda name: ranks[name])
+    if lora.rank > ranks[worst]:
+        raise UserError(
+            f"lora.rank = {lora.rank} is beyond the rank of {worst}, which is {ranks[worst]} at most. Lower it, or "
+            f"leave {worst} out of lora.targets."
+        )
+    if config.kernels != "reference" and lora.rank % BF16_MULTIPLE:
+        raise UserError(
+            f"lora.rank = {lora.rank}: the kernels of a GPU need a multiple of {BF16_MULTIPLE}. Take "
+            f"{-(-lora.rank // BF16_MULTIPLE) * BF16_MULTIPLE}, or set device = \"cpu\"."
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetrl.chat.prompts import decoded
 from jetrl.config import Config
@@ -16,6 +17,7 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, select
+from jetrl.model.adapter import first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
 from jetrl.model.sharding import fill, shard_like, shard_model
@@ -51,6 +53,7 @@ class Progress:
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
     reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty
+    base: str | None = None  # digest of the frozen base of adapters
 
 
 @dataclass(slots=True)
@@ -205,10 +208,11 @@ def begin(
 def check_lanes(config: Config, world: World) -> None:
     """Refuse fewer lanes of gradients than ranks: some would have no work in any update."""
     lanes = config.train.reduction_lanes
-    if lanes is not None and lanes < world.size:
+    size = world.replicas.size
+    if lanes is not None and lanes < size:
         raise UserError(
-            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {world.size}. Set it to at "
-            f"least {world.size}, best to a multiple of the numbers of ranks that are to give the same bits."
+            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {size}. Set it to at "
+            f"least {size}, best to a multiple of every number of ranks that should give these bits."
         )
 
 
@@ -265,9 +269,9 @@ def build_model(
     source = on_every_rank(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):
         if source is not None:
-            load_weights(model, source, device)
+            load_weights(model, source, device, config.seed)
         elif weights:
-            fill(model, model.random_values(config.model.init_seed), device)
+            fill(model, _begun(model, model.random_values(config.model.init_seed), config.seed), device)
         else:
             fill(model, ((name, torch.zeros(p.shape, device=device)) for name, p in model.named_parameters()), device)
     model.to(device).publish()
@@ -288,19 +292,32 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     # checked before a model that may be far larger than its weights is built
     values = None if source is None else hf.parameters_of(source, spec)
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
-    return model.init_random(config.model.init_seed) if values is None else model.publish_values(values)
+    if values is None:
+        values = model.random_values(config.model.init_seed)
+    return model.publish_values(_begun(model, values, config.seed))
 
 
-def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:
+def load_weights(
+    model: Transformer, folder: str | Path, device: torch.device | None = None, seed: int = 0
+) -> None:
     """Fill the master weights from a Hugging Face folder, of which a rank reads its own rows, one parameter at a time.
 
-    `device`: of parameters that are on the meta device until now.
+    `device`: of parameters that are on the meta device until now. `seed`: of adapters, which begin as nothing.
     """
-    fill(model, hf.parameters_of(folder, model.spec, own_rows(model)), device)
+    fill(model, _begun(model, hf.parameters_of(folder, model.spec, own_rows(model)), seed), device)
+
+
+def _begun(model: Transformer, base: Iterable[tuple[str, Tensor]], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The values of a base and of its adapters, drawn by `seed`."""
+    yield from ((name, value) for name, value in base if not is_adapter(name))
+    yield from first_values(model, seed)
 
 
 def reference_of(model: Transformer) -> Transformer:
-    """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
+    """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0); with adapters, the base
+    itself, which takes no memory: they begin as nothing."""
+    if model.recipe.lora is not None:
+        return without_adapters(model)
     device = model.head_weight.device
     with torch.device("meta"):
         copy = Transformer(model.spec, model.recipe, master_dtype=model.master_dtype).freeze(model.frozen())

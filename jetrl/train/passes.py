@@ -87,7 +87,7 @@ def estimate(
 
     NonFiniteError where what the advantages are made of is not finite. Collective.
     """
-    rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
+    rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world.replicas
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
     unified = unified and not any(batch.num_older_tokens for batch in packed)

@@ -37,8 +37,8 @@ from jetrl.types import ForwardBatch
 class Learner:
     """What an update changes and reads. `critic_optimizer` belongs to a separate critic.
 
-    `policy_optimizer` None: nothing is trained, and the model may hold no masters. Model and critic are sharded over
-    `world` (`model.sharding`).
+    `policy_optimizer` None: nothing is trained, and the model may hold no masters. Model and critic are spread
+    over the replicas of `world` (`model.sharding`), which share the batches.
     """
 
     model: Transformer
@@ -144,14 +144,14 @@ def update(
             with seen.within("update", number):
                 parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell, seen))
         except UserError as error:  # of a function of the user's
-            if not compared.stepped and learner.world.alone:
+            if not compared.stepped and learner.world.replicas.alone:
                 raise
             raise Midway(f"{error} The current step is lost; --resume continues from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:
         return {}
-    return merged(parts, config.rl.loss_agg) | compared.metrics(learner.world)
+    return merged(parts, config.rl.loss_agg) | compared.metrics(learner.world.replicas)
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ def _one_update(
             stats |= _critic_update(learner, batch, config, shares, seen)
         compared.stepped = True
         if step <= config.rl.critic_warmup_steps:
-            compared.add_batch(batch, shares, learner.world)
+            compared.add_batch(batch, shares, learner.world.replicas)
             return Part(stats, shares)
     stats |= _policy_update(learner, batch, config, step, shares, compared, single, tell, seen)
     compared.weights_sampled, compared.stepped = False, True
@@ -269,15 +269,15 @@ def _named_step(
     try:
         stats = optimizer_step(
             masters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
-            world=learner.world, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
+            world=learner.world.replicas, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
             seen=seen,
         )
     except NonFiniteError as error:
-        largest = terms.largest(learner.world)
+        largest = terms.largest(learner.world.replicas)
         if largest is None or (math.isfinite(largest.value) and not owns(largest, batch)):
             raise  # no token's term is to blame
         raise NonFiniteError(f"{error}; {largest.named(batch, whole)}") from error
-    largest = terms.largest(learner.world)
+    largest = terms.largest(learner.world.replicas)
     if largest is None:
         return stats
     if tell is not None and owns(largest, batch):

@@ -60,9 +60,10 @@ def optimizer_step(
 ) -> dict[str, float]:
     """Add the gradients of all micro-batches up, clip them, step. Returns the summed statistics, `loss`, `grad_norm`.
 
-    The ranks share the batch's micro-batches as `train.reduction` says, and each holds its own at least. They move to
-    the masters' device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which
-    comes before any weight changes. `seen` gets the digests of losses and of summed gradients. Collective.
+    The ranks of `world` share the batch's micro-batches as `train.reduction` says, and each holds its own at least.
+    They move to the masters' device one by one. What is returned is the same on every rank, and so is a
+    NonFiniteError, which comes before any weight changes. `seen` gets the digests of losses and of summed gradients.
+    Collective.
     """
     device = next(master.param.device for master in masters if master.trained)
     own: dict[int, Stats] = {}

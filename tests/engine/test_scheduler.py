@@ -94,8 +94,9 @@ class Simulation:
         plan, steps = self.scheduler.schedule(), 1
         self.scheduler.check_integrity()
         # as the runner decides it: one token of each sequence, each drawing from its own row
-        draws = plan.sample_rows.tolist() == list(range(len(plan.counts)))
-        assert plan.is_decode == (draws and bool((plan.counts == 1).all()))
+        own = [slot for slot in plan.slots.tolist() if slot in plan.sample_slots]
+        assert plan.is_decode == (own == plan.slots.tolist() and len(own) == len(plan.tokens) == len(plan.sample_rows))
+        assert not plan.is_decode or plan.sample_rows.tolist() == list(range(len(own)))
         if plan.is_decode and (self.burst > 1 or self.depth):
             fits = len(plan.counts) * (self.depth + 1) <= self.budget
             plan, steps = self.scheduler.extend(self.burst, self.depth if fits else 0)
@@ -335,6 +336,25 @@ def test_a_request_of_exactly_the_capacity_runs_next_to_others() -> None:
     requests = [request(0, prompt, 3), request(1, prompt, 7), request(2, (1,), 15), request(3, prompt, 7)]
     sim = Simulation(requests, num_pages=4, page_size=4, max_num_seqs=4, budget=3).run()
     assert [len(h) for h in sim.history] == [12, 16, 16, 16]
+
+
+def test_an_interrupted_leader_whose_last_prompt_token_comes_alone_is_no_decode_step() -> None:
+    """It computes one token, and another draws from it: a burst would go on in the pages of the other."""
+    requests = [request(i, (0, 0, 0), n) for i, n in enumerate([3, 6, 1, 2, 1, 1, 1, 1, 1])]
+    sizes = dict(page_size=4, num_pages=3, max_num_seqs=3, budget=2, burst=3, grid=1)
+    sim = Simulation(requests, **sizes, stop_at=lambda number, length: hash((number, length)) % 9 == 0)
+    assert sim.run().scheduler.num_preemptions
+
+
+def test_a_share_that_a_preempted_sequence_leaves_goes_to_those_without() -> None:
+    """The decoding sequence has all of the budget, and is preempted for want of a page: the older one goes on."""
+    requests = [request(i, (0, 0, 0), n) for i, n in enumerate([5, 3, 4, 5, 6, 4, 2, 5, 2])]
+    sim = Simulation(
+        requests, page_size=5, num_pages=2, max_num_seqs=3, budget=1, burst=3, depth=1, holds=0.6,
+        stop_at=lambda number, length: hash((number, length)) % 9 == 0,
+        force=lambda step, running: [r for r in running if hash((490, step, r)) % 9 == 0],
+    ).run()
+    assert sim.scheduler.num_preemptions
 
 
 @st.composite

@@ -13,7 +13,7 @@ import torch
 from cpu_ops import owners
 from tiny import tiny_config
 
-from jetrl.engine.graphs.decode import padded_batch
+from jetrl.engine.graphs.cache import padded_batch
 from jetrl.engine.runner import ModelRunner
 from jetrl.model.transformer import Transformer
 from jetrl.run.compiling import needed

@@ -186,8 +186,8 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
         for name, digest in sha256_of(folder, names).items():
             if digest != expected[name]:
                 raise UserError(
-                    f"{folder / name} does not have the hash that was written down ({expected[name][:16]}...): the "
-                    f"file was damaged or changed. {advice}"
+                    f"{folder / name} does not have the recorded hash ({expected[name][:16]}...): the file was "
+                    f"damaged or changed. {advice}"
                 )
 
     gather_from_ranks(world, own)

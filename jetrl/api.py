@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.run.engines import EngineContext, eos_ids, paged_engine
 from jetrl.run.prepare import load_spec, model_source
 from jetrl.run.setup import build, build_model, build_published
+from jetrl.serve.service import About
 from jetrl.train.publish import publish
 from jetrl.types import Completion, FinishReason, ForwardBatch, Request, SamplingParams, VarlenPlan
 from jetrl.untrusted import inside
@@ -59,6 +60,7 @@ __all__ = [
     "load_for_parity", "load_model", "publish_linears", "quantize_linears", "random_model",
 ]
 
+_CPU_CACHE = 65_536  # tokens
 _TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]
 
 
@@ -255,6 +257,27 @@ class FP8Linear(FlowLinear):
 
 
 # ---- what the command line calls ------------------------------------------------------------------------------------
+
+
+def served_model(
+    path: str, name: str, precision: str, device: str, kv_cache: str, revision: str | None, seed: int,
+    max_num_seqs: int, kv_cache_tokens: int | None,
+) -> tuple[PagedEngine, About, str]:
+    """For `jetrl serve`: an engine of its own size over a loaded model, what clients are told of it, and its formats.
+    `kv_cache_tokens` None: on a GPU what is free, on a CPU as much as all sequences could fill, at most 65,536."""
+    policy = load_model(path, precision, device, kv_cache=kv_cache, revision=revision)
+    spec, before = policy.model.spec, policy.engine
+    if kv_cache_tokens is None and policy.model.head_weight.device.type == "cpu":
+        kv_cache_tokens = max(spec.max_position, min(_CPU_CACHE, max_num_seqs * spec.max_position))
+    settings = replace(before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
+    engine = PagedEngine(policy.model, policy.tokenizer, before.flow_digest, settings)
+    assert before.weights is not None
+    engine.load(before.weights)
+    named = name or (Path(path).resolve().name if hub.on_disk(path, revision) is not None else path)
+    about = About(
+        named, policy.tokenizer, spec.vocab_size, spec.max_position, before.flow_digest, before.weights.version, seed
+    )
+    return engine, about, policy.formats
 
 
 def evaluation_config(

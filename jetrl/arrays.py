@@ -50,3 +50,4 @@ def _frozen(given: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 
 
 NOTHING = _frozen(np.zeros(0), np.float32)
+NO_TOKENS = _frozen(np.zeros(0), np.int32)

@@ -425,6 +425,31 @@ def environment(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=1, help="Which step (default: the newest that is kept).")] = None,
+    what: Annotated[str, typer.Option(help="logprobs, rollout or update.")] = "logprobs",
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Run the code that the run's recipe names without asking.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Compute a step of a run again and compare it with what was recorded, bit for bit. Exits with 0 only if all is
+    equal."""
+    from jetrl import trust
+    from jetrl.run.replay import checks, show
+    from jetrl.run.replay.rerun import config_of
+
+    trust.require(run, config_of(run), [], trusted, _question(True), takes_recipe=False)
+    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
+    found = checks.replay(run, show.newest(run) if step is None else step, what, quiet)
+    if as_json:
+        typer.echo(json.dumps(show.to_json(found), indent=1))
+    else:
+        show.show(found, out)
+    raise SystemExit(0 if found.same else 1)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
@@ -441,6 +466,46 @@ def export(
     out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print, merge)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help=CHECKPOINT)],
+    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's needs a key.")] =
+    "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(
+        envvar="JETRL_API_KEY", help="Key that clients must send. Others on this machine can read arguments, so "
+        "better set the variable.", show_default=False, show_envvar=True,
+    )] = None,
+    name: Annotated[str, typer.Option(help="The model's name for clients (default: that of its folder).")] = "",
+    precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
+    kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all answers to requests that give no seed.")] = 0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Answers owed at once; beyond it clients get 429.")] = 1024,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
+    kv_cache_tokens: Annotated[int, typer.Option(
+        min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
+) -> None:
+    """Serve a model to clients of OpenAI's API, with token ids and the sampler's exact log-probs."""
+    from jetrl.serve.address import FrontSettings, listen, require_extra, require_key
+
+    require_extra()
+    require_key(host, api_key)
+    listener = listen(host, port)  # before the model is loaded: a port that is taken is told at once
+    from jetrl.api import served_model
+    from jetrl.serve.server import serve as run_server
+
+    engine, about, formats = served_model(
+        model, name, precision, device, kv_cache, revision, seed, max_num_seqs, kv_cache_tokens or None
+    )
+    out.print(wrapped(formats), style="dim")
+    limits = FrontSettings(api_key, max_requests)
+    run_server(engine, about, listener, limits, lambda url: out.print(
+        f"Serving {about.name} at {url}/v1 (Ctrl-C ends it)", markup=False
+    ))
 
 
 @app.command()

@@ -26,6 +26,7 @@ RANKS = [
     ("engine", "model", "rewards"),
     ("huggingface", "rollout", "train"),
     ("chat", "vllm"),
+    ("serve",),
     ("environments",),
     ("tasks",),
     ("run",),

@@ -186,6 +186,9 @@ class CheckpointConfig(Section):
         Elsewhere("verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load"),
     ] = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
+    replay_steps: Annotated[int, NoBits(), Since("0.3.0", 0)] = Field(
+        default=100, ge=0, description="Newest steps whose tokens, log-probs and digests are kept for `jetrl replay` "
+        "and `jetrl bisect` (docs/REPLAY.md). 0: none.")
     allow_changed_data: bool = Field(
         default=False, description="Resume even if a local data file or the tokenizer has changed.")
 

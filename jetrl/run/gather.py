@@ -46,7 +46,7 @@ class Gathered:
     """A step's trajectories: all scored groups, those to learn from, and those left out: because their environment
     failed, and (in groups without rewards) because they are not scored.
 
-    `next_prompt` is the place in the task's stream at which the next step starts to sample.
+    `first_prompt` is the place in the task's stream at which the step began to sample, `next_prompt` that of the next.
     """
 
     groups: tuple[Group, ...]
@@ -55,6 +55,7 @@ class Gathered:
     unscored: tuple[Group, ...]
     stats: dict[str, float]
     next_prompt: int
+    first_prompt: int = 0
 
 
 def gather(session: Session, clock: Clock, step: int) -> Gathered:
@@ -99,7 +100,7 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
     if config.environment.name == TOOLS:
         stats |= tool_stats(groups_of_all)
-    return Gathered(groups, learnt, failed, unscored, stats, place)
+    return Gathered(groups, learnt, failed, unscored, stats, place, session.progress.num_prompts)
 
 
 def _beside(session: Session) -> AbstractContextManager[GroupScores | None]:

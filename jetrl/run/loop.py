@@ -56,6 +56,7 @@ from jetrl.run.gather import Gathered, evaluate, gather
 from jetrl.run.no_signal import without_gradient, without_signal
 from jetrl.run.pin import Pin, pinned, pins_of, record
 from jetrl.run.prepare import epochs_told
+from jetrl.run.replay import keeping
 from jetrl.run.setup import Session, begin, build, build_model
 from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
@@ -154,6 +155,8 @@ class Run:
         session, found = self.session, self._found
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)
+            if session.world.first:
+                keeping.drop_after(self.run_dir, session.progress.step)
         if found is None:
             metrics = start(session, self.recorder, self.clock, self.run_dir, self.stop)
         else:
@@ -346,7 +349,9 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 clip = Calibration(session.learner, config, progress.clip_bounds)
                 stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)
                 tell = partial(clock.display.hint, step)
-                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure) | clip.metrics()
+                seen = keeping.digests_for(config)
+                seen.add_batches(batches)
+                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure, seen) | clip.metrics()
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
@@ -365,6 +370,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         finally:  # the step is done, whatever happens to its evaluation
             metrics |= clock.take() | session.pending.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
+            keeping.keep(session, run_dir, seen, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config):
         clock.display.hint(step, NO_SIGNAL, reason)

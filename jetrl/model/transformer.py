@@ -99,6 +99,7 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
+        self.base_digest: str | None = None  # of a frozen base (`adapter.BaseHash`), where it was taken
         self._note = Note()
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):
@@ -142,7 +143,7 @@ class Transformer(nn.Module):
             owner, _, kind = name.rpartition(".")
             module = self.get_submodule(owner)
             if not isinstance(module, HoldsMasters):
-                raise UserError(f"freeze: {name} is no parameter of a linear, norm or table: it is not published.")
+                raise UserError(f"freeze: {name} is not published: it belongs to no linear, norm or table.")
             module.freeze(kind)
         self._note.drop(chosen)
         return self

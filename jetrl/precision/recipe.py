@@ -85,7 +85,7 @@ class Recipe:
         if self.saved_gate_up == "fp8" and self.wgrad == "row":
             raise UserError("quant.saved_gate_up = 'fp8' has no effect with quant.wgrad = 'row'; set 'tile' there.")
         if self.name == "bf16" and self.kv_cache.is_quantized:
-            raise UserError("quant.kv_cache = 'fp8' has no effect with precision = 'bf16'; set one of the two.")
+            raise UserError("quant.kv_cache = 'fp8' has no effect with precision = 'bf16'; change one of the two.")
         first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
         for key, value in (("num_first_layers_in_bf16", first), ("num_last_layers_in_bf16", last)):
             if value < 0:

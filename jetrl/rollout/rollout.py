@@ -370,7 +370,7 @@ class _Driver:
     def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
         flow = "" if one.last is None else one.last.flow_digest
         number = one.key - self.asked.first_id
-        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error)
+        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error, one.key)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)

@@ -103,6 +103,24 @@ def test_completions_have_the_learners_log_probs(kind: str, precision: str) -> N
         assert learners_logprobs(model, [*r.tokens, *c.tokens.tolist()])[len(r.tokens) - 1 :] == c.logprobs.tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_suspended_requests_go_on_with_their_states(kind: str) -> None:
+    """A state is made again from the tokens, as keys are: nothing of it is in what is suspended."""
+    model = model_of(kind)
+    expected = {c.request_id: c for c in engine_of(model).generate(requests())}
+    engine, done = engine_of(model, page_size=4, max_num_seqs=5), list[Completion]()
+    engine.add(requests())
+    while engine.has_work:
+        for _ in range(5):
+            if engine.has_work:
+                engine.step()
+        held = engine.suspend()
+        done += engine.collect()
+        engine.resume(held)
+    done += engine.collect()
+    assert len(done) == 25 and all(c == expected[c.request_id] for c in done)
+
+
 class Replayed(DecodeGraphs):
     """Graphs without a GPU."""
 
@@ -218,7 +236,7 @@ def test_gradients_are_those_of_the_recurrence() -> None:
 def test_drafts_are_refused_by_name(tmp_path: Path) -> None:
     """Before the run where it can be known; a block whose rows can be written again takes them."""
     speculator = build_speculator("on", 3, 4)
-    words = "rollout.speculate: a draft that does not hold cannot be taken back from layers of the kind moving_average"
+    words = "rollout.speculate: layers of the kind moving_average keep one state per sequence"
     with pytest.raises(UserError, match=words):
         PagedEngine(model_of("moving_average"), Letters(), "flow", EngineSettings(), speculator)
     changes = {"model.arch": ARCH | {"model_type": "moving_average"}, "rollout.speculate": "on"}

@@ -19,6 +19,7 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import CONFIG_FILE
 from jetrl.rl.own import is_own
 from jetrl.run.checkpoint import checkpoint, state
+from jetrl.run.checkpoint.base import stays
 from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.gather import gather
 from jetrl.run.replay import keeping, record
@@ -76,7 +77,7 @@ def opened(run_dir: Path, version: int, say: Say = lambda text: None) -> Iterato
     config, found = config_of(run_dir), _checkpoint_for(run_dir, version)
     if found is None and config.sft.steps:
         raise UserError(_gone(run_dir, version))
-    session = build(config, weights=found is None)
+    session = build(config, weights=found is None or stays(config))
     try:
         rerun = Rerun(session, run_dir, say)
         rerun.begin(found)

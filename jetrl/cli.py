@@ -235,15 +235,16 @@ def _add_study() -> None:
 _add_study()
 
 
+_DRAWN = "Settings of [lora], such as lora.rank=8, which add adapters with random weights."
+
+
 @app.command()
 def parity(
     model: Annotated[str, typer.Argument(
         help="A model folder, hub name, run or recipe; or random:SHAPE for random weights, such as random:qwen3-8b, "
         "random:qwen3-8b:4 (four layers) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(
-        help="Settings of [lora], such as lora.rank=8, which add adapters with random weights.",
-        show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help=_DRAWN, show_default=False)] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -273,12 +274,8 @@ def parity(
     """
     from jetrl.parallel import launch
 
-    if model.startswith("lora.") and "=" in model:
-        model, overrides = "", [model, *(overrides or [])]
     if depth or turns or svg is not None or beside:
-        if overrides:
-            raise UserError(f"{overrides[0]}: --depth takes no settings. Leave it out.")
-        named = model, precision, device, kv_cache, revision
+        named = model, precision, device, kv_cache, revision, tuple(overrides or ())
         raise SystemExit(_depth(named, depth, turns or 20, svg, beside, as_json, nproc))
 
     if nproc is not None:
@@ -305,8 +302,8 @@ def parity(
 
 
 def _depth(
-    named: tuple[str, str, str, str, str | None], depth: int, turns: int, svg: Path | None, beside: str, as_json: bool,
-    nproc: int | None,
+    named: tuple[str, str, str, str, str | None, tuple[str, ...]], depth: int, turns: int, svg: Path | None,
+    beside: str, as_json: bool, nproc: int | None,
 ) -> int:
     """`jetrl parity --depth`; the status."""
     from jetrl.parity.depth_command import measured
@@ -353,7 +350,8 @@ def flow(
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, typer.Argument(
+        help="Overrides, such as eval.num_samples=4.", show_default=False)] = None,
     revision: Revision = None,
     nproc: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
@@ -433,11 +431,10 @@ def replay(
     step: Annotated[int | None, typer.Option(min=1, help="Which step (default: the newest that is kept).")] = None,
     what: Annotated[str, typer.Option(help="logprobs, rollout or update.")] = "logprobs",
     trusted: Annotated[bool, typer.Option(
-        "--trust", help="Run the code that the run's recipe names without asking.")] = False,
+        "--trust", help="Do not ask before running the code that the run's recipe names.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Compute a step of a run again and compare it with what was recorded, bit for bit. Exits with 0 only if all is
-    equal."""
+    """Recompute a step of a run and compare it with what was recorded, bit for bit. Exits with 0 if all is equal."""
     from jetrl import trust
     from jetrl.run.replay import checks, show
     from jetrl.run.replay.rerun import config_of
@@ -482,15 +479,58 @@ def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     fp8: Annotated[bool, typer.Option("--fp8", help="Block-FP8 with weight_scale_inv instead of BF16.")] = False,
+    merge: Annotated[bool, typer.Option(
+        "--merge", help="Add adapters to their base, and say what that loses. Else they are written in PEFT's form.",
+    )] = False,
     revision: Revision = None,
 ) -> None:
     """Write a Hugging Face folder that transformers, vLLM and SGLang can load."""
     from jetrl.api import export_checkpoint
     from jetrl.huggingface.export import note_for_vllm
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print, merge)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help=CHECKPOINT)],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but this machine's own needs a key.")] =
+    "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(
+        envvar="JETRL_API_KEY", help="Key that clients must send. Other users can read arguments, so setting "
+        "the variable is safer.", show_default=False, show_envvar=True,
+    )] = None,
+    name: Annotated[str, typer.Option(help="The model's name for clients (default: that of its folder).")] = "",
+    precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
+    kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of requests that give none.")] = 0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Open requests; beyond these, clients get 429.")] = 1024,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
+    kv_cache_tokens: Annotated[int, typer.Option(
+        min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
+) -> None:
+    """Serve a model to clients of OpenAI's API, with token ids and the sampler's exact log-probs."""
+    from jetrl.serve.address import FrontSettings, listen, require_extra, require_key
+
+    require_extra()
+    require_key(host, api_key)
+    listener = listen(host, port)  # before the model is loaded: a port that is taken is told at once
+    from jetrl.api import served_model
+    from jetrl.serve.server import serve as run_server
+
+    engine, about, formats = served_model(
+        model, name, precision, device, kv_cache, revision, seed, max_num_seqs, kv_cache_tokens or None
+    )
+    out.print(wrapped(formats), style="dim")
+    limits = FrontSettings(api_key, max_requests)
+    run_server(engine, about, listener, limits, lambda url: out.print(
+        f"Serving {about.name} at {url}/v1 (Ctrl-C ends it)", markup=False
+    ))
 
 
 @app.command()

@@ -12,7 +12,7 @@ _INSTALLED = "share/doc/jetrl/"  # as pyproject.toml says
 _IN_ORDER = (  # what a newcomer reads first; the others follow by name
     "README", "FIRST_RUN", "OWN_DATA", "OWN_ENVIRONMENT", "INSTALL", "RUNS", "MODELS_AND_DATA", "REWARDS",
     "ENVIRONMENTS", "ALGORITHMS", "PYTHON", "CONFIG", "METRICS", "TRACKING", "FLAT_REWARD", "GPUS", "SEVERAL_GPUS",
-    "MEMORY", "ENGINES", "FROM_TRL", "FROM_VERL",
+    "MEMORY", "ENGINES", "SERVE", "FROM_TRL", "FROM_VERL",
 )
 
 

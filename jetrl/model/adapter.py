@@ -11,7 +11,7 @@ Legend: `T` tokens, `K` input size, `N` rows of the base's weight, `P` projectio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.pointwise.ops import add_scaled
-from jetrl.model.master import HoldsMasters, frozen_values, masters_of
+from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Published
 from jetrl.precision.lora import Lora, edges
 
@@ -154,15 +154,30 @@ def draw_adapters(model: Transformer, seed: int) -> None:
             masters[name].param.copy_(value)
 
 
-def base_digest(model: nn.Module) -> str:
-    """16 hex digits of the SHA-256 over what is frozen: names and values, as BF16 has them, whichever the precision."""
-    total = hashlib.sha256()
-    for name, value in sorted(frozen_values(model).items()):
-        if not is_adapter(name):
-            held = value().to(torch.bfloat16).cpu().contiguous()
-            total.update(f"{name} {tuple(held.shape)}\n".encode())
-            total.update(held.view(torch.int16).numpy().data)
-    return total.hexdigest()[:16]
+class BaseHash:
+    """The digest of a base: of its names and values in BF16, as they are before codes are made of them, so that it is
+    the same in every precision. The values are hashed as they pass by."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def through(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same values, in any order."""
+        for name, value in values:
+            held = value.detach().to(torch.bfloat16).cpu().contiguous()
+            self._found[name] = hashlib.sha256(held.view(torch.int16).numpy().data).hexdigest()
+            yield name, value
+
+    def digest(self) -> str:
+        """16 hex digits of the SHA-256."""
+        return hashlib.sha256(repr(sorted(self._found.items())).encode()).hexdigest()[:16]
+
+
+def publish_base(model: Transformer, values: Iterable[tuple[str, Tensor]]) -> None:
+    """Publish another base, of all values by name, below the adapters of `model`."""
+    hashes = BaseHash()
+    model.publish_frozen(hashes.through(values))
+    model.base_digest = hashes.digest()
 
 
 def without_adapters(model: Transformer) -> Transformer:

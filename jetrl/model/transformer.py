@@ -99,6 +99,7 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
+        self.base_digest: str | None = None  # of a frozen base (`adapter.BaseHash`), where it was taken
         self._note = Note()
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):

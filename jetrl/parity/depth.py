@@ -29,7 +29,7 @@ from jetrl.parity.model_under_test import Subject
 from jetrl.parity.rows import NoText, Packed, page_size_of
 from jetrl.precision.flow import flow_digest
 from jetrl.run.engines import build_engine, require_engine
-from jetrl.run.prepare import load_spec
+from jetrl.run.prepare import load_spec, model_source
 from jetrl.types import Completion, Engine, Request, SamplingParams, WeightSet
 
 _FIRST = 8  # tokens of the first turn, its answer included
@@ -124,7 +124,7 @@ def depths_of(
     found = [measure_depth(model, own_engine(model, work, digest), work, subject.name, "jetrl", digest, progress)]
     if beside:
         tokenizer, _, base = load_spec(config)
-        engine = build_engine(config, model, tokenizer, base)
+        engine = build_engine(config, model, tokenizer, base, model_source(config))
         try:
             found.append(measure_depth(model, engine, work, subject.name, "vLLM", digest, progress))
         finally:

@@ -19,6 +19,7 @@ from jetrl.errors import UserError
 from jetrl.huggingface import export, hub
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import RECORD, is_adapters, read_adapters
 from jetrl.kernels.dispatch import select
 from jetrl.model.adapter import draw_adapters
 from jetrl.model.master import accumulate_in, masters_of
@@ -27,7 +28,7 @@ from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe, recipe_of
-from jetrl.run.prepare import check_experts, check_lora, check_sizes, load_spec, model_source
+from jetrl.run.prepare import adapters_in, check_experts, check_lora, check_sizes, load_spec, model_source
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside
@@ -37,7 +38,8 @@ _SEED = 0  # of drawn adapters
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What `jetrl parity` certifies. `formats` says in words which precision and KV cache, and where from."""
+    """What `jetrl parity` certifies. `formats` says in words which precision and KV cache, and where from. `draws`: its
+    adapters are none that were trained."""
 
     config: Config
     spec: ModelSpec
@@ -45,6 +47,7 @@ class Subject:
     name: str
     formats: str
     random: bool  # drawn on the device: there is nothing to read
+    draws: bool = False
 
     def published(self) -> Transformer:
         """The model without masters. Adapters are drawn: those that begin as nothing would certify nothing."""
@@ -52,14 +55,16 @@ class Subject:
             model = _drawn(self.config, self.spec, self.recipe, None)
         else:
             model = build_published(self.config, self.spec, self.recipe)
-        draw_adapters(model, _SEED)
+        if self.draws:
+            draw_adapters(model, _SEED)
         return model
 
     def trained(self, config: Config, world: World) -> Transformer:
         """The model with the masters that `config.train` asks for, cut for `world` and published. A collective."""
         if not self.random:
             model = build_model(config, self.spec, self.recipe, world=world)
-            draw_adapters(model, _SEED)
+            if self.draws:
+                draw_adapters(model, _SEED)
             return model.publish()
         model = _drawn(config, self.spec, self.recipe, getattr(torch, config.train.master_dtype))
         model.activation_checkpointing = config.train.activation_checkpointing
@@ -88,6 +93,8 @@ def subject_of(
     Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a BF16 cache.
     `overrides` are settings of [lora]: adapters, drawn at random, beside the model's linears.
     """
+    if model.startswith("lora.") and "=" in model:
+        model, overrides = "", (model, *overrides)
     lora = _adapters(overrides)
     if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
         raise UserError(f"revision {revision} (--revision) is for a model of the hub, such as Qwen/Qwen3-0.6B.")
@@ -113,6 +120,8 @@ def subject_of(
         rollout = {} if run is None else read_toml(run / "config.toml").get("rollout", {})
         if (sampler := rollout.get("engine", "jetrl")) != "jetrl":
             formats += f". The run sampled with {sampler}; this certificate is of jetrl's own engine"
+        if lora and "lora" in data:
+            raise UserError(f"{overrides[0]}: {folder} has adapters of its own. Leave the setting out.")
         config = config_for(data | {"model": {"path": str(folder)}} | lora, device)
     else:
         arch: dict[str, Any] = {
@@ -132,10 +141,11 @@ def subject_of(
 def _subject(config: Config, spec: ModelSpec, name: str, formats: str, random: bool) -> Subject:
     recipe = recipe_of(config, spec)
     check_lora(config, spec)
+    draws = recipe.lora is not None and adapters_in(config) is None
     if recipe.lora is not None:
         beside = ", ".join(adapted_projections(spec, recipe.lora))
-        formats += f", adapters of rank {recipe.lora.rank}, drawn at random, beside {beside}"
-    return Subject(config, spec, recipe, name, formats, random)
+        formats += f", adapters of rank {recipe.lora.rank}{', drawn at random,' if draws else ''} beside {beside}"
+    return Subject(config, spec, recipe, name, formats, random, draws)
 
 
 def _adapters(overrides: Sequence[str]) -> dict[str, Any]:
@@ -251,13 +261,20 @@ def as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) ->
     """Precision and [quant] of a config for a model folder, and in words which were chosen and from where.
 
     What is given wins; then what the folder's config.json says; then the run that it belongs to (folders of earlier
-    versions say nothing); then fp8 with a BF16 cache.
+    versions say nothing); then fp8 with a BF16 cache. With adapters there is a table [lora], too.
     """
-    said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
+    lora: dict[str, Any] = {}
+    if is_adapters(folder):
+        found = read_adapters(folder)
+        said, source = trained.trained_of({trained.KEY: found.trained}, folder), f"{folder / RECORD}"
+        lora = {"lora": found.settings()}
+    else:
+        said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
     if said is None and run is not None:
         config, source = load_config(run / "config.toml"), f"{run / 'config.toml'}"
         said = trained.Trained(config.precision, config.quant.model_dump(mode="json"))
-    return _chosen(said, source, precision, kv_cache)
+    chosen, formats = _chosen(said, source, precision, kv_cache)
+    return chosen | lora, formats
 
 
 def _chosen(

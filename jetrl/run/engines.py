@@ -14,7 +14,6 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
-from jetrl.huggingface.hub import model_folder
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.blocks.layouts import require_rewind
@@ -48,10 +47,10 @@ class EngineContext:
     eos_token_ids: frozenset[int]
 
 
-def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config: dict[str, Any] | None) -> Engine:
-    """The engine that `rollout.engine` names."""
-    m = config.model
-    source = model_folder(m.path, m.revision, weights=False) if m.path is not None else None
+def build_engine(
+    config: Config, model: Transformer, tokenizer: Any, base_config: dict[str, Any] | None, source: Path | None
+) -> Engine:
+    """The engine that `rollout.engine` names. `source`: the model's folder, if it has one."""
     context = EngineContext(
         config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
         eos_ids(tokenizer, source, model.spec.vocab_size),

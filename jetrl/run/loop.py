@@ -23,7 +23,7 @@ from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.model.flips import Flips
-from jetrl.parallel import launch
+from jetrl.parallel import host, launch
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.progress import PROGRESS
@@ -47,6 +47,7 @@ from jetrl.report.recorder import (
 )
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
+from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
 from jetrl.run.checkpoint.base import stays
 from jetrl.run.checkpoint.resume import data_digests
@@ -154,6 +155,11 @@ class Run:
         """What comes before the next step: a new run's `start`, or what a resumed one still owes. The metrics of an
         evaluation, if one was due. Collective."""
         session, found = self.session, self._found
+        if session.model.head_weight.device.type == "cpu" and session.world.first and (busy := host.load()):
+            self.clock.message(
+                f"Other programs keep the cores busy (load {busy[0]:.0f} on {busy[1]} cores), which may slow this run "
+                "down several times. End them, or start it with OMP_WAIT_POLICY=passive in front."
+            )
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)
             if session.world.first:
@@ -289,16 +295,16 @@ def start(
 ) -> dict[str, float]:
     """What comes before step 1: warm start, reference policy, first publish and evaluation, checkpoint 0. The metrics
     of the evaluation."""
-    config = session.config
+    config, warm = session.config, None
     if config.sft.steps:
         with clock("warm start", config.sft.steps):
             stop.phase = "warm start"
-            warm_start(
+            warm = warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
                 clock.display.message, session.world, session.own.digests,
             )
     stop.phase = "step"
-    state.begin(session, run_dir)
+    state.begin(session, run_dir, warm)
     weights = publish(session.model, 0, session.flow_digest)
     with together(session.world):
         session.engine.load(weights)
@@ -336,6 +342,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
+            max_off_policy_steps=config.most_behind,
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -357,7 +364,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("publish"):
         weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
     progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
-    progress.clip_bounds = clip.bounds
+    progress.clip_bounds, progress.under_way = clip.bounds, gathered.under_way
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -371,12 +378,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             metrics |= clock.take() | session.pending.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt, seen)
     clock.display.step({"step": step} | metrics)
-    if reason := without_signal(gathered.groups, learnt, config):
-        clock.display.hint(step, NO_SIGNAL, reason)
-    elif reason := without_gradient(metrics, config):
-        clock.display.hint(step, "nothing was learned", reason)
-    if noisy := noise_told(metrics, clip.config):
-        clock.display.hint(step, "noise clips tokens", noisy)
+    _hint(clock, step, metrics, clip.config, without_signal(gathered.groups, learnt, config))
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -384,6 +386,18 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
+
+
+def _hint(clock: Clock, step: int, metrics: dict[str, float], config: Config, no_signal: str) -> None:
+    """What a step's metrics say that users should look at, on the console."""
+    if no_signal:
+        clock.display.hint(step, NO_SIGNAL, no_signal)
+    elif reason := without_gradient(metrics, config):
+        clock.display.hint(step, "nothing was learned", reason)
+    if noisy := noise_told(metrics, config):
+        clock.display.hint(step, "noise clips tokens", noisy)
+    if stale := ess_told(metrics):
+        clock.display.hint(step, OLD_WEIGHTS, stale)
 
 
 def epochs_read(session: Session) -> dict[str, float]:

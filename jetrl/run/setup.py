@@ -17,7 +17,7 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, select
-from jetrl.model.adapter import first_values, is_adapter, without_adapters
+from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
 from jetrl.model.sharding import fill, shard_like, shard_model
@@ -27,12 +27,13 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.rl.calibration import Bounds
+from jetrl.rollout.carry import UnderWay
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
-from jetrl.run.prepare import Prepared, check_experts, check_sizes, in_steps, model_source, prepare
+from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
@@ -52,6 +53,7 @@ class Progress:
     clip_bounds: Bounds | None = None  # of a calibrated clip, once they have been found
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
+    under_way: tuple[UnderWay, ...] = ()  # groups that go on in the next step
     reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty
     base: str | None = None  # digest of the frozen base of adapters
 
@@ -163,7 +165,7 @@ def build(
             model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
-        engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+        engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
         if not evaluates:
             check_truncation(config, engine.keeps_bits)
         if not evaluates and config.device != "cpu":
@@ -269,9 +271,9 @@ def build_model(
     source = on_every_rank(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):
         if source is not None:
-            load_weights(model, source, device, config.seed)
+            fill(model, _begun(model, config, hf.parameters_of(source, model.spec, own_rows(model))), device)
         elif weights:
-            fill(model, _begun(model, model.random_values(config.model.init_seed), config.seed), device)
+            fill(model, _begun(model, config, model.random_values(config.model.init_seed)), device)
         else:
             fill(model, ((name, torch.zeros(p.shape, device=device)) for name, p in model.named_parameters()), device)
     model.to(device).publish()
@@ -294,23 +296,34 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
     if values is None:
         values = model.random_values(config.model.init_seed)
-    return model.publish_values(_begun(model, values, config.seed))
+    return model.publish_values(_begun(model, config, values))
 
 
-def load_weights(
-    model: Transformer, folder: str | Path, device: torch.device | None = None, seed: int = 0
-) -> None:
+def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:
     """Fill the master weights from a Hugging Face folder, of which a rank reads its own rows, one parameter at a time.
 
-    `device`: of parameters that are on the meta device until now. `seed`: of adapters, which begin as nothing.
+    `device`: of parameters that are on the meta device until now.
     """
-    fill(model, _begun(model, hf.parameters_of(folder, model.spec, own_rows(model)), seed), device)
+    fill(model, hf.parameters_of(folder, model.spec, own_rows(model)), device)
 
 
-def _begun(model: Transformer, base: Iterable[tuple[str, Tensor]], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The values of a base and of its adapters, drawn by `seed`."""
-    yield from ((name, value) for name, value in base if not is_adapter(name))
-    yield from first_values(model, seed)
+def _begun(model: Transformer, config: Config, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The values of a model; with adapters those of its base, and then theirs: what `model.path` holds, or drawn ones.
+
+    UserError, when the base has passed by, if it is another one than that of the adapters in `model.path`.
+    """
+    if model.recipe.lora is None:
+        yield from base
+        return
+    hashes, found = BaseHash(), adapters_in(config)
+    yield from hashes.through((name, value) for name, value in base if not is_adapter(name))
+    model.base_digest = hashes.digest()
+    if found is None:
+        yield from first_values(model, config.seed)
+        return
+    found.check_base(model.base_digest)
+    rows = own_rows(model)
+    yield from ((name, value[slice(*rows[name])]) for name, value in found.values(model.spec))
 
 
 def reference_of(model: Transformer) -> Transformer:

@@ -29,6 +29,7 @@ from jetrl.config.markers import FirstWeights, WarmStart
 from jetrl.environments.tools import with_tools
 from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
+from jetrl.model.adapter import publish_base
 from jetrl.model.master import masters_of, parts_of, values_for
 from jetrl.model.sharding import digest, fill, shard_model, whole_value
 from jetrl.model.transformer import Transformer
@@ -137,7 +138,7 @@ def warm_start(
         path = warm_start(whole, config, task, tokenizer, progress, tell, world, given)
         masters = masters_of(whole)
         with torch.no_grad():
-            model.publish_frozen((name, whole_value(masters[name], whole.dtype)) for name in model.frozen())
+            publish_base(model, ((name, whole_value(masters[name], whole.dtype)) for name in model.frozen()))
         return path
     with together(world):
         config = with_tools(config)

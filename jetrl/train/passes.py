@@ -111,8 +111,10 @@ def estimate(
     _check_finite("value", values, groups)
     in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
     with together(world):  # an estimator may be the user's
-        made = (list(groups), {}, None) if given else advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
-    filled, stats, returns = made
+        if given:
+            filled, stats, returns = list(groups), dict[str, float](), None
+        else:
+            filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
         packed = fill(packed, "returns", returns)

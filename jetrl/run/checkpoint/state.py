@@ -24,7 +24,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.rl.calibration import Bounds
-from jetrl.run.checkpoint import base, checkpoint, resume, store
+from jetrl.run.checkpoint import base, checkpoint, resume, store, suspended
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
 from jetrl.train.batches import PackedBatch
@@ -51,14 +51,16 @@ def find(config: Config, run_dir: Path) -> Path | None:
     return Path(asked)
 
 
-def begin(session: Session, run_dir: Path) -> None:
-    """After the warm start: the critic takes the policy's weights; the reference policy, if there is a KL penalty, is
-    frozen and kept for resume."""
+def begin(session: Session, run_dir: Path, warm: Path | None = None) -> None:
+    """After the warm start, whose folder is `warm`: the critic takes the policy's weights; the reference policy, if
+    there is a KL penalty, is frozen and kept for resume, and so is the base of adapters that the run has made."""
     if session.learner.critic is not None:
         session.learner.critic.start_from(session.model)
     if session.config.lora.rank is not None:
-        session.progress.base = base.check(session.model, None, run_dir, session.config, session.world)
-        _keep_base(session, run_dir)
+        session.progress.base = session.model.base_digest
+    if base.made_here(session.config):
+        small = _small_files(session)
+        base.keep(session.model, session.config, small, run_dir / "checkpoints", warm, session.world)
     if session.config.rl.kl_coef > 0:
         session.progress.reference = reference_of(session.model)
         _keep_reference(session, run_dir)
@@ -85,17 +87,22 @@ def save(session: Session, run_dir: Path) -> None:
     progress, pending = session.progress, session.pending
     pending.beside.finish()
     parts, world = parts_of_run(session), session.world
+    carries = session.config.rollout.overcommit > 0
+    table, content = suspended.packed(progress.under_way) if carries else (None, None)
     meta = checkpoint.Meta(
         progress.step, progress.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), progress.initial_accuracy, progress.num_prompts,
         progress.first_row, progress.data,
         clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds], base=progress.base,
+        under_way=table,
     )
     small, folder = _small_files(session), run_dir / "checkpoints"
     writes = partial(_write_model, session.model, small, world)
     if session.config.lora.rank is not None:
         names = base.named(session.config, folder), progress.base
         writes = partial(_write_adapters, session.model, small, world, *names)
+    if content is not None and world.first:
+        writes = partial(suspended.write_beside, writes, content)
     writing = checkpoint.begin(
         folder, meta, parts, writes, session.config.checkpoint.keep, world, pending.beside.copy_of(parts)
     )
@@ -168,7 +175,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     if base.made_here(session.config):
         base.read_back(learner.model, path.parent, world)
     if session.config.lora.rank is not None:
-        progress.base = base.check(learner.model, meta.base, path, session.config, world)
+        with together(world):
+            base.check(learner.model, meta.base, path, session.config)
+        progress.base = meta.base
     _read(session, path)
     learner.model.publish()
     if learner.critic is not None:
@@ -176,6 +185,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     progress.step, progress.weight_version, progress.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     progress.initial_accuracy = meta.initial_accuracy
     progress.clip_bounds = None if meta.clip_bounds is None else Bounds(*meta.clip_bounds)
+    with together(world):
+        if meta.under_way is not None:
+            progress.under_way = suspended.unpacked(path, meta.under_way, meta.files or {}, session)
     # rows before are the other folder's
     progress.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:
@@ -202,7 +214,8 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
     needs in its own, so that it resumes from there whenever it ends. Collective."""
     if _is_of(path, run_dir):
         return
-    _keep_base(session, run_dir)
+    if base.made_here(session.config):
+        base.copy(path.parent, run_dir / "checkpoints", session.world)
     if session.progress.reference is not None:
         _keep_reference(session, run_dir)
     if session.config.checkpoint.save_interval:
@@ -267,12 +280,6 @@ def stop_non_finite(
         f"Step {step} stops the run: {error}. The step's batches and weights are in {folder} for replay. "
         f"{checkpoint.left(run_dir / 'checkpoints')} {advice}"
     ))
-
-
-def _keep_base(session: Session, run_dir: Path) -> None:
-    """Write the base of adapters, if the run has made it, where a resumed run finds it. Collective."""
-    if base.made_here(session.config):
-        base.keep(session.model, _small_files(session), run_dir / "checkpoints", session.world)
 
 
 def _keep_reference(session: Session, run_dir: Path) -> None:

@@ -41,7 +41,7 @@ from jetrl.untrusted import json_file
 FILE_BYTES = 1 << 30  # of tensors in a file; a rank's host memory while it writes is that of one file, or one tensor
 _HASHING = 4  # files that a rank reads at once to hash them
 _FILES = "files.json"
-_TENSORS = "tensors"
+TENSORS = "tensors"
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name: shape and type of the whole
 
 
@@ -220,7 +220,7 @@ def seal(folder: Path, parts: Mapping[str, Part], world: World = ALONE, mark: st
 
     def own() -> None:
         with full():
-            write(temporary / _TENSORS, parts, world)
+            write(temporary / TENSORS, parts, world)
 
     def end() -> None:
         with full():
@@ -262,7 +262,7 @@ def unseal(
     verify(folder, on_rank0(world, listed), advice, world)
     with together(world):
         try:
-            read(folder / _TENSORS, parts(stored(folder / _TENSORS)))
+            read(folder / TENSORS, parts(stored(folder / TENSORS)))
         except (ValueError, SafetensorError) as error:
             raise UserError(f"{folder} cannot be read ({error}). {advice}") from error
 

@@ -24,7 +24,7 @@ from jetrl.engine.state_pool import MEMORY_SHARE, dequantized_bytes, page_bytes,
 from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
-from jetrl.precision.blocks.layouts import linears_of
+from jetrl.precision.blocks.layouts import blocks_of, linears_of
 from jetrl.precision.blocks.moe import expert_rows
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, recipe_of
@@ -354,5 +354,6 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     if spec.experts is not None:
         f = spec.experts.intermediate_size
         rows = expert_rows(spec, tokens) * (2 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f)))
+    layer += max(block.adding_bytes(spec, recipe) for block in blocks_of(spec, 0))
     scratch = 4 * spec.num_kv_heads * spec.head_dim if recipe.kv_cache.is_quantized else 0
     return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch + 2 * 4 * sequences * spec.vocab_size

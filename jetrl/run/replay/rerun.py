@@ -115,6 +115,7 @@ class Rerun:
         self.notes = differences(run_dir, session)
         self.weights: WeightSet | None = None
         self._changed_data: list[str] = []
+        self._knows_under_way = True
 
     @property
     def version(self) -> int:
@@ -165,6 +166,7 @@ class Rerun:
     def _repeat_to_go_on(self, one: StepRecord) -> None:
         """The update of a step on the way to a later version; a note if its weights are not those of the run."""
         found = self.repeat(one)[0]
+        self._knows_under_way = not self.session.config.rollout.overcommit
         wrong = [name for name, value in one.digests.items() if name.startswith(_WEIGHTS) and found[name] != value]
         if wrong and not any(note.startswith(_NOT_AGAIN) for note in self.notes):
             self.notes.append(
@@ -192,8 +194,15 @@ class Rerun:
                 f"{self.run_dir} has no record of step {step}, and cannot roll it out again: "
                 f"{', '.join(self._changed_data)} changed since. Put the data back, or take another step."
             )
+        if not self._knows_under_way:
+            raise UserError(
+                f"{self.run_dir} has no record of step {step}, and cannot roll it out again: of the answers that were "
+                "carried over into it there is nothing in the record of the step before. Take an earlier step, or one "
+                "after the next checkpoint."
+            )
         done = gather(self.session, _Quiet(), step)
         learn(self.session, done.learnt, step, done.next_prompt, UNSEEN)
+        self.session.progress.under_way = done.under_way
 
 
 def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests) -> list[Group]:
@@ -204,6 +213,7 @@ def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int
         groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
         weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
         updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
+        max_off_policy_steps=config.most_behind,
     )
     learnt, batches, _ = estimate(
         groups, batches, session.learner, progress.reference, config, session.unified,

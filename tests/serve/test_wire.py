@@ -1,0 +1,121 @@
+"""Parts of the server without a server: bodies, names of requests, texts in pieces, keys and addresses."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+
+from jetrl import UserError
+from jetrl.serve import address, wire
+from jetrl.serve.address import listen, require_key
+from jetrl.serve.counts import Counts
+from jetrl.serve.names import Names
+from jetrl.serve.refusal import Refused
+from jetrl.serve.text import TextStream, visible
+from jetrl.types import SamplingParams
+
+TEXT = "a <stop one, é and ü, <<stop> 漢字 <sto <stop>> behind"
+
+
+@pytest.mark.parametrize("stops", [("<stop>",), ("<stop>", "字 <"), ("nothing of it",), ()])
+def test_pieces_of_a_text_are_its_text_and_nothing_is_taken_back(stops: tuple[str, ...]) -> None:
+    tokenizer = byte_tokenizer(None)
+    tokens = tokenizer.encode(TEXT)
+    for seed in range(20):
+        draw, stream, at, pieces = random.Random(seed), TextStream(tokenizer, stops), 0, []
+        while at < len(tokens):
+            at = min(len(tokens), at + draw.randint(1, 4))
+            pieces.append(stream.more(tokens[:at]))
+            assert visible(TEXT, stops).startswith("".join(pieces))
+        pieces.append(stream.rest(TEXT))
+        assert "".join(pieces) == visible(TEXT, stops)
+    assert visible(TEXT, ("<stop>",)) == "a <stop one, é and ü, <" and visible(TEXT, ()) == TEXT
+
+
+def test_names_count_equal_requests_unless_they_say_a_seed() -> None:
+    names, params = Names(), SamplingParams(5)
+    first, second = names.take([1, 2], params, 2, False), names.take([1, 2], params, 2, False)
+    assert len({*first, *second}) == 4 and Names().take([1, 2], params, 4, False) == [*first, *second]
+    assert names.take([1, 2], params, 2, True) == first == names.take([1, 2], params, 2, True)
+    others = [
+        names.take([1, 2, 0], params, 1, True), names.take([1, 2], SamplingParams(6), 1, True),
+        names.take([1, 2], SamplingParams(5, seed=1), 1, True), Names("x").take([1, 2], params, 1, True),
+    ]
+    assert len({first[0], *(id for (id,) in others)}) == 5
+    assert all(0 <= id < 2**63 for (id,) in others)
+
+
+def test_what_an_ask_holds() -> None:
+    ask = wire.chat_ask({
+        "model": "m", "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "c", "name": None},
+        ],
+        "max_completion_tokens": 7, "seed": -1, "temperature": 0, "top_k": -1, "stop": "x", "user": "me",
+        "frequency_penalty": 0.0, "logit_bias": {}, "tools": [], "chat_template_kwargs": {"think": False},
+    }, "m", 50)
+    assert ask.messages == ({"role": "system", "content": "ab"}, {"role": "user", "content": "c"})
+    assert (ask.max_tokens, ask.seed, ask.sampling.temperature, ask.sampling.top_k) == (7, 2**64 - 1, 0, 0)
+    assert ask.sampling.stop == ("x",) and ask.variables == {"think": False} and not ask.logprobs
+    assert wire.chat_ask({"messages": [{"role": "user", "content": "c"}]}, "m", 50).max_tokens is None
+    assert wire.completion_ask({"prompt": [[1], "a"], "logprobs": 1}, "m", 50).prompts == ((1,), "a")
+    generate = wire.generate_ask({"token_ids": [3], "sampling_params": {"max_tokens": 2, "logprobs": True}}, "m", 50)
+    assert generate.prompts == ((3,),) and generate.max_tokens == 2 and generate.logprobs
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(("data", "text"), [
+    (CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "differ"),
+    (CHAT | {"top_logprobs": 3}, "top_logprobs = 3 is not supported"),
+    (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT | {"tool_choice": "required"}, "tool_choice"),
+    (CHAT | {"echo": 0}, "echo = 0"),
+    (CHAT | {"tools": [{"type": "web_search"}]}, "tools: send"),
+    (CHAT | {"stream": "yes"}, "stream = 'yes'"),
+    (CHAT | {"stream_options": {"x": 1}}, "stream_options"),
+    (CHAT | {"chat_template_kwargs": {"a": [1]}}, "texts, numbers"),
+    ({"messages": [{"role": "user", "content": "a", "x": float}]}, "messages[0]"),
+])
+def test_what_is_refused(data: dict[str, Any], text: str) -> None:
+    with pytest.raises(Refused) as caught:
+        wire.chat_ask(data, "m", 50)
+    assert text in str(caught.value) and caught.value.status == 400 and caught.value.param is not None
+
+
+def test_counts_are_prometheus_text() -> None:
+    counts = Counts(prompt_tokens=5)
+    counts.requests["/v1/x", 200] += 2
+    lines = counts.text(1, 2, 3, 4).splitlines()
+    assert 'jetrl_requests_total{endpoint="/v1/x",status="200"} 2' in lines and "jetrl_prompt_tokens_total 5" in lines
+    named = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(named) == len(set(named)) and all(any(x.startswith(n) for x in lines) for n in named)
+
+
+def test_addresses_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("127.0.0.1", "localhost", "::1", "127.0.0.9"):
+        require_key(host, None)
+    for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
+        with pytest.raises(UserError, match="JETRL_API_KEY"):
+            require_key(host, None)
+        require_key(host, "key")
+    for key in ("", "a b", "é", "a\n"):
+        with pytest.raises(UserError, match="one word"):
+            require_key("127.0.0.1", key)
+    with listen("127.0.0.1", 0) as taken:
+        with pytest.raises(UserError, match="choose another port"):
+            listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match="Choose another address"):
+        listen("203.0.113.7", 0)
+    monkeypatch.setattr(address, "packages", lambda extra: ())
+    address.require_extra()
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetrl.requirements.installed", lambda name: None)
+    with pytest.raises(UserError, match=r'starlette is not installed.*pip install "jetrl\[serve\]"'):
+        address.require_extra()

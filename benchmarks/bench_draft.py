@@ -35,6 +35,7 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs.cache import GraphCache
 from jetrl.engine.graphs.capture import Capture
 from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs
 from jetrl.engine.graphs.drafts import DraftGraphs
@@ -124,9 +125,9 @@ def step_times(model: Any, batch: int, context: int, repeats: int) -> dict[int, 
     cache = StatePool(model.spec, batch * width, PAGE, model.dtype, torch.device("cuda"), model.recipe.kv_cache)
     fill(cache)
     index = Useless(batch, context + 512, torch.device("cuda"))
-    capture = Capture(torch.device("cuda"))
-    plain = DecodeGraphs(model, cache, capture, BURST)
-    drafted = DraftGraphs(model, cache, index, capture, BURST)
+    graphs = GraphCache(Capture(torch.device("cuda")), model)
+    plain = DecodeGraphs(model, cache, graphs, BURST)
+    drafted = DraftGraphs(model, cache, index, graphs, BURST)
     times: dict[int, list[float]] = {k: [] for k in DEPTHS}
     for turn in range(repeats + 1):
         for k in DEPTHS:

@@ -16,6 +16,7 @@ from jetrl.chat.prompts import encode_prompt
 from jetrl.chat.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.load import by_full_key, quiet
+from jetrl.config.lora import LoraConfig
 from jetrl.config.sections import ModelConfig
 from jetrl.config.toml import split_override
 from jetrl.engine.engine import PagedEngine
@@ -23,6 +24,8 @@ from jetrl.errors import UserError
 from jetrl.huggingface import export as export_module
 from jetrl.huggingface import hub
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import is_adapters, read_adapters
+from jetrl.huggingface.merge import export_adapters, export_merged
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
@@ -42,7 +45,7 @@ from jetrl.phrases import some
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.run.engines import EngineContext, eos_ids, paged_engine
-from jetrl.run.prepare import load_spec
+from jetrl.run.prepare import load_spec, model_source
 from jetrl.run.setup import build, build_model, build_published
 from jetrl.serve.service import About
 from jetrl.train.publish import publish
@@ -169,7 +172,7 @@ def load_model(
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
-    digest, ends = flow_digest(spec, model.recipe), eos_ids(tokenizer, folder, spec.vocab_size)
+    digest, ends = flow_digest(spec, model.recipe), eos_ids(tokenizer, model_source(config), spec.vocab_size)
     engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, ends))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine, formats)
@@ -325,7 +328,8 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
         if not (builtin and is_arithmetic(hf.load_tokenizer_from(folder))):
             tokenizer = revision = None
     model = ModelConfig(path=str(folder), tokenizer=tokenizer, tokenizer_revision=revision)
-    return config.model_copy(update={"model": model})
+    lora = LoraConfig(**read_adapters(folder).settings()) if is_adapters(folder) else LoraConfig()
+    return config.model_copy(update={"model": model, "lora": lora})
 
 
 def evaluate_checkpoint(
@@ -359,17 +363,39 @@ def evaluate_checkpoint(
 
 def export_checkpoint(
     where: str | Path, out: Path, fp8: bool, revision: str | None = None,
-    say: Callable[[str], object] = lambda text: None,
+    say: Callable[[str], object] = lambda text: None, merge: bool = False,
 ) -> Path:
     """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model. `say` gets which
-    files of the folder the export does not have."""
+    files of the folder the export does not have. Adapters are written as they are, or (`merge`) added to their base;
+    `say` then gets what is lost by that."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
     if (root := hub.on_disk(where, revision)) is not None:
         inside(root, str(folder.relative_to(root)))  # nor may checkpoints be links out of a run that others made
+    if is_adapters(folder):
+        return _export_adapters(folder, out, fp8, merge, say)
+    if merge:
+        raise UserError(f"--merge is for adapters, and {folder} is a whole model. Leave it out.")
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
     written = export_module.export(folder, out, fp8, recipe, trained_with=own)
     if rest := export_module.left_out(folder):
         say(f"Left out, because jetrl does not know them as files of a model: {some(rest)}")
     return written
+
+
+def _export_adapters(folder: Path, out: Path, fp8: bool, merge: bool, say: Callable[[str], object]) -> Path:
+    found = read_adapters(folder)
+    if fp8:
+        raise UserError(
+            f"--fp8 has no effect on the adapters in {folder}. Export them without it, and their base by "
+            f"`jetrl export {found.base_folder(weights=False)} OUT --fp8`."
+        )
+    if not merge:
+        return export_adapters(found, out)
+    lost = export_merged(found, out)
+    say(
+        f"Merged: {lost:.1%} of what the adapters change was lost by rounding to BF16, and no program has the trained "
+        "policy to the bit. The adapters themselves (without --merge) over their base have it."
+    )
+    return out

@@ -79,6 +79,6 @@ def tell(callbacks: Sequence[Any], method: str, *arguments: Any) -> None:
             raise as_user_error(error)(f"{name} raised {told(error, call)}.") from error
         if answer is not None:
             raise UserError(
-                f"{name}{defined_at(call)} returned {shown(answer)}, which means nothing. Return nothing; "
-                "trainer.stop() ends the run."
+                f"{name}{defined_at(call)} returned {shown(answer)}, but a callback returns nothing. To end the "
+                "run, call trainer.stop()."
             )

@@ -13,6 +13,9 @@ Precision = Literal["bf16", "fp8", "fp8_rollout", "w8a16"]
 ScaleKind = Literal["fp32", "pow2"]
 CacheKind = Literal["bf16", "fp8"]
 WgradKind = Literal["row", "tile"]
+LoraTarget = Literal[
+    "all", "attention", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]
 
 Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_pp", "gae"]

@@ -25,9 +25,9 @@ from jetrl.untrusted import guard_terminal, printable
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same.",
-    epilog="Begin with `jetrl doctor`, then `jetrl train quickstart`. `jetrl recipes` lists recipes to start from, "
-    "`jetrl settings` every setting with its default and meaning.",
+    help="Train language models by RL in FP8. Rollout and training give the same log-probs, bit for bit.",
+    epilog="Start with `jetrl doctor`, then `jetrl train quickstart`. `jetrl recipes` lists recipes to start from; "
+    "`jetrl settings` lists every setting with its default and meaning.",
 )
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from the hub.")]
 Ranks = Annotated[int | None, typer.Option(
@@ -36,14 +36,14 @@ Ranks = Annotated[int | None, typer.Option(
 CHECKPOINT = "A run folder, one of its checkpoints, a model folder, or a model's name on the hub."
 out = Output(highlight=False, soft_wrap=True)
 
-Recipe = Annotated[str, typer.Argument(help="A TOML file, or a name of `jetrl recipes`.", show_default=False)]
+Recipe = Annotated[str, typer.Argument(help="A TOML file, or a name from `jetrl recipes`.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, such as train.lr=2e-5 rollout.group_size=16.", show_default=False)
 ]
 
 
 _ABOUT_RECIPES = (
-    "Any setting can be given after the recipe: `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
+    "Any setting can follow the recipe. `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
     "`jetrl recipes` lists the recipes that come with jetrl, `jetrl docs` the documentation. `--debug` shows "
     "where an error came from."
 )
@@ -60,7 +60,7 @@ def _options(
     version: Annotated[bool, typer.Option(
         "--version", help="Print the version and exit.", callback=_version, is_eager=True)] = False,
     debug: Annotated[bool, typer.Option(
-        "--debug", help="Show the traceback of an error; may follow any command.")] = False,
+        "--debug", help="Show the traceback of an error; works after any command.")] = False,
 ) -> None:
     pass  # `main` has removed --debug, wherever it was
 
@@ -130,7 +130,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Check config, model, data and memory; print the config, the rows and one prompt.")] = False,
-    gpu: Annotated[str, typer.Option(help="The GPU of --dry-run: h100, h200, or GiB (default: this machine's).")] = "",
+    gpu: Annotated[str, typer.Option(help="With --dry-run: h100, h200, or GiB (default: this machine's GPU).")] = "",
 ) -> None:
     """Train a model: warm start (if the recipe has one), then RL. Writes metrics and a report to runs/<name>/."""
     from jetrl.parallel import launch
@@ -144,7 +144,7 @@ def train(
     if dry_run:
         return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, _echo)
     if gpu:
-        raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
+        raise UserError("--gpu needs --dry-run, which predicts whether the run fits that GPU.")
     with together(world):
         config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None, nproc is not None)
     if nproc is not None:
@@ -235,43 +235,47 @@ def _add_study() -> None:
 _add_study()
 
 
+_DRAWN = "Settings of [lora], such as lora.rank=8, which add adapters with random weights."
+
+
 @app.command()
 def parity(
     model: Annotated[str, typer.Argument(
-        help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b (of four layers: "
-        "random:qwen3-8b:4) or random:tiny-moe. Default: the quickstart's shape.",
+        help="A model folder, hub name, run or recipe; or random:SHAPE for random weights, such as random:qwen3-8b, "
+        "random:qwen3-8b:4 (four layers) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
+    overrides: Annotated[list[str] | None, typer.Argument(help=_DRAWN, show_default=False)] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     sequences: Annotated[int, typer.Option(min=1, help="Number of test sequences; their lengths differ.")] = 6,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt in tokens.")] = 48,
     new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per sequence.")] = 24,
-    chunk: Annotated[int, typer.Option(min=0, help="Tokens per prefill chunk. 0: a fiftieth of the prompt.")] = 0,
+    chunk: Annotated[int, typer.Option(min=0, help="Tokens per prefill chunk. 0: max_prompt / 50, at least 7.")] = 0,
     revision: Revision = None,
     nproc: Ranks = None,
     update: Annotated[str, typer.Option(
-        help="With several ranks, compare an update with one rank's: fp32 or bf16 masters and moments, or no "
-        "(default: fp32).",
+        help="With several ranks: compare their update with one rank's, with fp32 or bf16 masters and moments. "
+        "no: leave this out. Default: fp32.",
     )] = "",
     depth: Annotated[int, typer.Option(
-        min=0, help="Instead: the gap by depth, in conversations of so many tokens, such as 32768 (on a CPU, 256).",
+        min=0, help="Instead, measure the gap by position, in conversations of this many tokens (32768; CPU: 256).",
     )] = 0,
-    turns: Annotated[int, typer.Option(min=0, help="With --depth: turns of a conversation (default: 20).")] = 0,
+    turns: Annotated[int, typer.Option(min=0, help="With --depth: turns per conversation (default: 20).")] = 0,
     svg: Annotated[Path | None, typer.Option(
-        help="With --depth: where to draw it, with its JSON beside (default: parity-depth.svg).")] = None,
-    beside: Annotated[str, typer.Option(help="With --depth: vllm, to measure vLLM too.")] = "",
+        help="With --depth: the picture; its JSON is put beside it (default: parity-depth.svg).")] = None,
+    beside: Annotated[str, typer.Option(help="With --depth: vllm measures vLLM as well.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Exits with 0 only then.
+    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Exits with 0 if so.
 
-    With several ranks, also certify that their samples, log-probs and update are those of a single rank.
+    With several ranks, also certify that their samples, log-probs and update equal those of a single rank.
     With --depth, draw the gap between sampler and learner at every position of long conversations.
     """
     from jetrl.parallel import launch
 
     if depth or turns or svg is not None or beside:
-        named = model, precision, device, kv_cache, revision
+        named = model, precision, device, kv_cache, revision, tuple(overrides or ())
         raise SystemExit(_depth(named, depth, turns or 20, svg, beside, as_json, nproc))
 
     if nproc is not None:
@@ -287,7 +291,7 @@ def parity(
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
     quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
     certificate, formats = certified(
-        world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet
+        world, lambda: subject_of(model, precision, device, kv_cache, revision, overrides or []), work_on, update, quiet
     )
     if as_json:
         typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
@@ -298,8 +302,8 @@ def parity(
 
 
 def _depth(
-    named: tuple[str, str, str, str, str | None], depth: int, turns: int, svg: Path | None, beside: str, as_json: bool,
-    nproc: int | None,
+    named: tuple[str, str, str, str, str | None, tuple[str, ...]], depth: int, turns: int, svg: Path | None,
+    beside: str, as_json: bool, nproc: int | None,
 ) -> int:
     """`jetrl parity --depth`; the status."""
     from jetrl.parity.depth_command import measured
@@ -313,7 +317,7 @@ def _depth(
 def flow(
     recipe: Recipe, overrides: Overrides = None,
     against: Annotated[str | None, typer.Option(help="Another recipe to compare with.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Where to draw it (default: <name>-flow.svg).")] = None,
+    svg: Annotated[Path | None, typer.Option(help="The picture (default: <name>-flow.svg).")] = None,
 ) -> None:
     """Print and draw the precision flow of training and rollout, and every edge that differs.
 
@@ -328,7 +332,9 @@ def flow(
     if against is not None:
         _, other_spec, other = entry.shown_flow(against, [])
         if other_spec != spec:
-            raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
+            raise UserError(
+                f"{recipe} and {against} have models of different shapes; --against compares two flows of one shape."
+            )
     sampler = "" if promises_bits(config) else config.rollout.engine
     _echo(flow_text(spec, own, other, sampler))
     target = svg or Path(f"{config.name}-flow.svg")
@@ -344,7 +350,8 @@ def flow(
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, typer.Argument(
+        help="Overrides, such as eval.num_samples=4.", show_default=False)] = None,
     revision: Revision = None,
     nproc: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
@@ -353,7 +360,7 @@ def evaluate(
         typer.Option(help="Write completions to this file, in the format of eval_samples.jsonl."),
     ] = None,
     trusted: Annotated[bool, typer.Option(
-        "--trust", help="Run the code that the run's recipe names without asking.")] = False,
+        "--trust", help="Do not ask before running the code that the run's recipe names.")] = False,
 ) -> None:
     """Measure the accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.parallel import launch
@@ -396,12 +403,12 @@ def environment(
     overrides: Annotated[list[str] | None, typer.Argument(
         help="Settings, such as environment.params.high=9 environment.timeout=5.", show_default=False)] = None,
     says: Annotated[list[str] | None, typer.Option("--say", help="A turn of the policy; repeat it for more.")] = None,
-    script: Annotated[Path | None, typer.Option(help="Its turns in a file: one per line, or a JSON list.")] = None,
+    script: Annotated[Path | None, typer.Option(help="A file with its turns: one per line, or a JSON list.")] = None,
     data: Annotated[str, typer.Option(help="A recipe whose task gives the problem.")] = "",
     problem: Annotated[int, typer.Option(min=0, help="Number of the problem in the task's stream.")] = 0,
-    prompt: Annotated[str, typer.Option(help="Use this prompt instead of the problem's; its answer stays.")] = "",
+    prompt: Annotated[str, typer.Option(help="Use this prompt instead of the problem's, but keep its answer.")] = "",
     template: Annotated[str, typer.Option(
-        help="A model folder or hub name: shows the text that its chat template renders, and counts tokens.")] = "",
+        help="A model folder or hub name. Shows the text from its chat template, with token counts.")] = "",
 ) -> None:
     """Try an environment without a model: you, or a script, play the policy. Exits with 2 if the environment fails.
 
@@ -419,17 +426,44 @@ def environment(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=1, help="Which step (default: the newest that is kept).")] = None,
+    what: Annotated[str, typer.Option(help="logprobs, rollout or update.")] = "logprobs",
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Do not ask before running the code that the run's recipe names.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Recompute a step of a run and compare it with what was recorded, bit for bit. Exits with 0 if all is equal."""
+    from jetrl import trust
+    from jetrl.run.replay import checks, show
+    from jetrl.run.replay.rerun import config_of
+
+    trust.require(run, config_of(run), [], trusted, _question(True), takes_recipe=False)
+    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
+    found = checks.replay(run, show.newest(run) if step is None else step, what, quiet)
+    if as_json:
+        typer.echo(json.dumps(show.to_json(found), indent=1))
+    else:
+        show.show(found, out)
+    raise SystemExit(0 if found.same else 1)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     fp8: Annotated[bool, typer.Option("--fp8", help="Block-FP8 with weight_scale_inv instead of BF16.")] = False,
+    merge: Annotated[bool, typer.Option(
+        "--merge", help="Add adapters to their base, and say what that loses. Else they are written in PEFT's form.",
+    )] = False,
     revision: Revision = None,
 ) -> None:
-    """Write a Hugging Face folder that transformers, vLLM and SGLang load."""
+    """Write a Hugging Face folder that transformers, vLLM and SGLang can load."""
     from jetrl.api import export_checkpoint
     from jetrl.huggingface.export import note_for_vllm
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print, merge)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
 
@@ -437,20 +471,20 @@ def export(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help=CHECKPOINT)],
-    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's needs a key.")] =
+    host: Annotated[str, typer.Option(help="Address to listen on; any but this machine's own needs a key.")] =
     "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option(
-        envvar="JETRL_API_KEY", help="Key that clients must send. Others on this machine can read arguments, so "
-        "better set the variable.", show_default=False, show_envvar=True,
+        envvar="JETRL_API_KEY", help="Key that clients must send. Other users can read arguments, so setting "
+        "the variable is safer.", show_default=False, show_envvar=True,
     )] = None,
     name: Annotated[str, typer.Option(help="The model's name for clients (default: that of its folder).")] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     revision: Revision = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all answers to requests that give no seed.")] = 0,
-    max_requests: Annotated[int, typer.Option(min=1, help="Answers owed at once; beyond it clients get 429.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of requests that give none.")] = 0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Open requests; beyond these, clients get 429.")] = 1024,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
     kv_cache_tokens: Annotated[int, typer.Option(
         min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
@@ -517,7 +551,7 @@ def settings(
         show_default=False,
     )] = "",
 ) -> None:
-    """Explain the settings of a recipe: keys, values, defaults and meaning."""
+    """Explain the settings of a recipe: keys, values, defaults and meanings."""
     from jetrl.config.explain import print_settings
 
     print_settings(which, out)
@@ -541,7 +575,7 @@ def docs(
 
 @app.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2")],
+    name: Annotated[str, typer.Argument(help="The model; smollm2 is the only one.")],
     target: Annotated[Path | None, typer.Option("--out", help="Folder (default: models/<name>).")] = None,
 ) -> None:
     """Make a pretrained model's Hugging Face folder from an installed package, without a download."""

@@ -184,8 +184,8 @@ def _named(reward: Any, environment: Any) -> tuple[dict[str, Any], dict[str, Any
     elif environment is not None:
         if not inspect.isclass(environment):
             raise UserError(
-                f"environment = {shown(environment)} ({type(environment).__name__}): give the class, of which "
-                "each conversation makes its own instance; its arguments are environment.params."
+                f"environment = {shown(environment)} ({type(environment).__name__}): give the class; each "
+                "conversation makes its own instance, with environment.params as arguments."
             )
         name = name_of(environment)
         objects[name], pairs["environment.name"] = environment, name
@@ -234,7 +234,7 @@ def _placed(run_dir: str | Path | None, resume: Any, said: Iterable[str]) -> dic
         pairs["checkpoint.resume"] = str(resume)
     elif resume is not False:
         raise UserError(
-            f"resume = {shown(resume)}: give True (go on from the newest checkpoint), 'auto' (likewise, or begin where "
+            f"resume = {shown(resume)}: give True (continue from the newest checkpoint), 'auto' (the same, or start if "
             "there is none), a checkpoint's folder, or False."
         )
     return pairs

@@ -141,15 +141,15 @@ class Trainer:
         """The next step, recorded and, where it is due, evaluated and saved. UserError after the last one."""
         run = self._opened()
         if self._stop.asked:
-            raise UserError("stop() was called, so there is no next step. Call close(); resume=True goes on.")
+            raise UserError("stop() was called, so there is no next step. Call close(); resume=True continues.")
         if run.at_end:
             raise UserError(
-                f"The run has done its {run.session.config.train.steps} steps (train.steps). Call close(); with "
-                "resume=True and more steps it goes on."
+                f"The run has done its {run.session.config.train.steps} steps (train.steps). Call close(); to "
+                "continue, use resume=True with more steps."
             )
         if (done := self._within(run.step)) is None:  # given up: saved, and closed
             self._deliver()
-            raise UserError(f"The step was given up by a signal; the steps before are saved. {self._how_to_go_on()}")
+            raise UserError(f"A signal ended the step; the steps before it are saved. {self._how_to_go_on()}")
         self._last = done
         self._deliver()
         self._tell_evaluation(done.number, done.metrics)

@@ -65,11 +65,13 @@ def remember(config: Config) -> None:
 
 
 def require(
-    where: object, config: Config, overrides: Sequence[str], trusted: bool, ask: Callable[[str], bool] | None
+    where: object, config: Config, overrides: Sequence[str], trusted: bool, ask: Callable[[str], bool] | None,
+    *, takes_recipe: bool = True,
 ) -> bool:
     """UserError unless the code that the recipe inside of the folder `where` names may run; True if it was asked for.
 
-    `overrides` are the user's own. `ask` puts a question to the user; None: there is no terminal.
+    `overrides` are the user's own. `ask` puts a question to the user; None: there is no terminal. `takes_recipe`:
+    whether another recipe may be given instead.
     """
     own = {split_override(text)[0] for text in overrides}
     named = [one for one in code_of(config) if one.key not in own]
@@ -82,9 +84,12 @@ def require(
         "the data decide what it is called with."
     )
     if ask is None:
-        raise UserError(f"{notice} If you trust it, and the data, add --trust; or give a recipe of yours by --recipe.")
+        other = "; or give your own recipe with --recipe" if takes_recipe else ""
+        raise UserError(f"{notice} If you trust it, and the data, add --trust{other}.")
     if not ask(f"{notice}\nRun it?"):
-        raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are taken instead.")
+        if not takes_recipe:
+            raise UserError(f"{where}: nothing was run.")
+        raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are used instead.")
     return True
 
 

@@ -9,12 +9,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from jetrl.arrays import NOTHING
+from jetrl.arrays import NO_TOKENS, NOTHING, check_spans
+from jetrl.arrays import Spans as Spans
 from jetrl.arrays import log_probs as log_probs
 from jetrl.arrays import token_ids as token_ids
 
@@ -140,7 +140,8 @@ class Completion(_Sampled):
 
     `logprobs[i]` is the log-probability of `tokens[i]` at the sampling temperature (FP32): of the whole distribution
     or, where the request's `sampling.logprobs` is "sampled", of what top-p, top-k and min-p leave. A stop token that
-    ended the sequence is the last entry of `tokens`, and is not part of `text`.
+    ended the sequence is the last entry of `tokens`, and is not part of `text`. `spans`, as in `Segment`, of a request
+    that was suspended and went on under other weights; empty: those of `weight_version`, the last, drew all tokens.
     """
 
     request_id: int
@@ -150,6 +151,45 @@ class Completion(_Sampled):
     finish_reason: FinishReason
     weight_version: int
     flow_digest: str
+    spans: Spans = ()
+
+    def __post_init__(self) -> None:
+        _Sampled.__post_init__(self)
+        check_spans(self.spans, len(self.tokens))
+        if self.spans and self.spans[-1][1] != self.weight_version:
+            raise ValueError(f"spans {self.spans} that do not end with weight_version {self.weight_version}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unfinished(_Sampled):
+    """A request that an engine gave back under way: what goes on from here, in any engine, with any weights.
+
+    `tokens` [n] int32 are those drawn so far, which may be none, `logprobs` [n] float32 theirs, and `spans` say which
+    weights drew them (see `Segment`). It needs no state of a random stream: a token is drawn by seed, id and position.
+    """
+
+    request: Request
+    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    logprobs: np.ndarray = field(default_factory=lambda: NOTHING)
+    spans: Spans = ()
+
+    def __post_init__(self) -> None:
+        _Sampled.__post_init__(self)
+        check_spans(self.spans, len(self.tokens))
+        count, most = len(self.tokens), self.request.sampling.max_tokens
+        if len(self.logprobs) != count or bool(self.spans) != bool(count) or count >= most:
+            raise ValueError(
+                f"request {self.request.id}: {count} tokens, {len(self.logprobs)} log-probs and spans {self.spans}; "
+                f"need equal numbers below max_tokens = {most}, and who drew them"
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.request.id, self.tokens.tobytes(), self.logprobs.tobytes()))
+
+    def first(self, count: int) -> Unfinished:
+        """As it was when it had `count` tokens."""
+        spans = tuple(span for span in self.spans if span[0] < count)
+        return Unfinished(self.request, self.tokens[:count], self.logprobs[:count], spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +210,11 @@ class Engine(ABC):
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.
+    `suspends`: whether it has `suspend`, `resume` and `drawn`.
     """
 
     keeps_bits: bool
+    suspends: bool = False
 
     @property
     @abstractmethod
@@ -207,6 +249,20 @@ class Engine(ABC):
     def cancel(self, ids: Collection[int]) -> None:
         """Drop requests that wait or run, without completions; their conversations may go on from before them."""
         self.forget(ids)
+
+    def suspend(self, ids: Collection[int] | None = None) -> list[Unfinished]:
+        """Take back the requests with these ids that wait or run, in the order in which they were added; None: all, and
+        nothing is kept for further turns of conversations. Only where `suspends`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot suspend requests")
+
+    def resume(self, unfinished: Sequence[Unfinished]) -> None:
+        """`add` for requests that `suspend` gave back: they go on with the weights that are loaded now."""
+        raise NotImplementedError(f"{type(self).__name__} cannot resume requests")
+
+    def drawn(self) -> dict[int, int]:
+        """How many tokens each request that waits or runs has, those before it was resumed included. Only where
+        `suspends`."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell how far its requests are")
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Requests that may reach so many tokens each are to come. Until the next call."""
@@ -244,13 +300,11 @@ class Segment(_Sampled):
     reward: float | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: Spans = ()
 
     def __post_init__(self) -> None:
         _Sampled.__post_init__(self)
-        edges = [*(start for start, _ in self.spans), max(len(self.tokens), 1)]
-        if self.spans and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
-            raise ValueError(f"spans {self.spans} of {len(self.tokens)} tokens: they begin at 0, and each is not empty")
+        check_spans(self.spans, len(self.tokens))
 
     @property
     def versions(self) -> np.ndarray:
@@ -274,6 +328,7 @@ class Trajectory:
     end: EndReason
     flow_digest: str
     error: str = ""
+    request_id: int | None = field(default=None, compare=False)  # that named its random stream
 
     @property
     def weight_version(self) -> int | None:

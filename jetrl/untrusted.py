@@ -125,8 +125,8 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
     path = folder / name
     if not links and not _leads_inside(path, folder):
         raise UserError(
-            f"{named} {name!r}, which leads by a link to {path.resolve()}, outside of {folder}. Others' folders could "
-            "take in any file of yours so. If it is meant, put a copy in the link's place, or name what it leads to."
+            f"{named} {name!r}, which leads by a link to {path.resolve()}, outside of {folder}. Such a link "
+            "could read any of your files. If you meant it, replace the link by a copy, or name the file it leads to."
         )
     return path
 

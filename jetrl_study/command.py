@@ -25,15 +25,15 @@ def study(
     out: Annotated[Path | None, typer.Option("--out", help="Folder (default: studies/<name>).")] = None,
     arms: Annotated[str | None, typer.Option(help="Only these arms, separated by commas.")] = None,
     seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, spread over the visible GPUs or cores.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, spread over the visible GPUs or cores.")] = 1,
     threads: Annotated[int | None, typer.Option(
         min=1, help="CPU threads per run (default: its share of the cores).")] = None,
     stop_after: Annotated[float | None, typer.Option(
         help="Stop after this many minutes, with checkpoints. The same command continues from there.")] = None,
     add: Annotated[list[Path] | None, typer.Option(
-        "--add", help="A study.json of the same study from elsewhere, whose runs count here too. Repeatable.")] = None,
+        "--add", help="study.json of the same study in another folder; its runs count too. Repeatable.")] = None,
 ) -> None:
-    """Train arms that differ in their flows, from equal warm starts, data and seeds, and compare what they learn."""
+    """Train arms that differ in their flows, with the same warm starts, data and seeds, and compare what they learn."""
     from jetrl_study.plan import find_study, listing, load_study
 
     console = Output(highlight=False, soft_wrap=True)

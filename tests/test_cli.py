@@ -321,7 +321,7 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     status, out, err = jetrl("train", recipe, "precision=bf16", "--dry-run", "--nproc", "2", "--gpu", "h100")
     assert status == 0 and "\nkv_cache =" not in out
     assert "Memory of each of 2 GPUs, predicted, in GiB, for H100" in err and "It fits" in err, err
-    assert_refused(jetrl("train", recipe, "--gpu", "h100"), "--gpu is for --dry-run")
+    assert_refused(jetrl("train", recipe, "--gpu", "h100"), "--gpu needs --dry-run")
     assert_refused(
         jetrl("train", recipe, "quant.kv_cache=fp8", "precision=bf16", "--dry-run"), "kv_cache: has no effect"
     )

@@ -370,6 +370,8 @@ def test_file_problems(tmp_path: Path) -> None:
         ("---\nname: x\n", "line 1: .*; this looks like YAML"),
         ("name = 'x'\n- a\n", "line 2: .*; this looks like YAML"),
         ('{"name": "x"}', "line 1: .*; this looks like JSON"),
+        ("# mine\nimport random\n", "line 2: .*; this looks like Python. Recipes are TOML; code is named"),
+        ("class Game:\n    pass\n", "line 1: .*; this looks like Python"),
         ("name = first  # run\n", 'line 1: .*; strings need quotes: name = "first"'),
         ("path = C:\\models", "line 1: .*; strings need quotes: path = 'C:\\models'"),
         ("path = ../m", 'line 1: .*; strings need quotes: path = "../m"'),

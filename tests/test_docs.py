@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from test_house_rules import RANKS, STUDY
+from test_links import anchors
 
 from jetrl.config import TaskConfig, load_config, parse_config, sections
 from jetrl.config.keys import keys
@@ -147,6 +148,48 @@ def test_decisions_are_in_order_and_those_that_are_cited_exist() -> None:
     assert numbers == sorted(set(numbers)) and numbers[0] == 1
     cited = {int(n) for page in PAGES.values() for n in re.findall(r"\bD(\d+)\b", page)}
     assert cited <= set(numbers), f"no such decisions: {sorted(cited - set(numbers))}"
+
+
+def unindexed(page: str) -> list[str]:
+    """What is wrong with the list of decisions by topic, one message each; `page`: the text of DECISIONS.md."""
+    index = section(page, "By topic")
+    wrong, listed = list[str](), list[int]()
+    by_number = {int(a[1:].partition("-")[0]): a for a in anchors(page) if re.match(r"d\d+-", a)}
+    for topic in re.split(r"^### ", index, flags=re.M)[1:]:
+        rows = re.findall(r"^- \[D(\d+)\]\(#([^)]*)\)\s+(.+)$", topic, re.M)
+        here = [int(number) for number, _, _ in rows]
+        listed += here
+        if here != sorted(here) or len(rows) != topic.count("- [D"):
+            wrong.append(f"{topic.splitlines()[0]}: one line `- [Dn](#anchor) title` for each decision, in their order")
+        for number, anchor, title in rows:
+            if by_number.get(int(number)) != anchor:
+                wrong.append(f"D{number} links to #{anchor}; its heading is #{by_number.get(int(number))}")
+            if not 5 <= len(title.split()) <= 8:
+                wrong.append(f"D{number}: a title of five to eight words, not {title!r}")
+    for number, anchor in sorted(by_number.items()):
+        if listed.count(number) != 1:
+            wrong.append(f"D{number} is {listed.count(number)} times in the list by topic; give it one line "
+                         f"`- [D{number}](#{anchor}) title` under its topic")
+    return wrong
+
+
+def test_every_decision_is_in_the_list_by_topic_once() -> None:
+    assert not unindexed(PAGES["docs/DECISIONS.md"])
+
+
+@pytest.mark.parametrize(("index", "message"), [
+    ("- [D1](#d1-one-thing) one two three four five\n", "D2 is 0 times in the list by topic; give it one line "
+     "`- [D2](#d2-another-thing) title` under its topic"),
+    ("- [D1](#d1-one-thing) one two three four five\n- [D2](#d2-others) one two three four five\n",
+     "D2 links to #d2-others; its heading is #d2-another-thing"),
+    ("- [D1](#d1-one-thing) one two three four five\n- [D2](#d2-another-thing) short\n",
+     "D2: a title of five to eight words, not 'short'"),
+    ("- [D2](#d2-another-thing) one two three four five\n- [D1](#d1-one-thing) one two three four five\n",
+     "Topic: one line `- [Dn](#anchor) title` for each decision, in their order"),
+])
+def test_a_wrong_list_of_decisions_is_found(index: str, message: str) -> None:
+    page = f"# Decisions\n\n## By topic\n\n### Topic\n\n{index}\n## D1. One thing\n\n## D2. Another thing\n"
+    assert unindexed(page) == [message]
 
 
 # ---- what the pages print -------------------------------------------------------------------------------------------

@@ -85,7 +85,6 @@ REACHED_THROUGH = {
     "model/mlp": "model/blocks",
     "huggingface/tokenizer": "huggingface/read",
     "huggingface/write": "huggingface/read",
-    "model/names": "huggingface/read",
     "model/rope": "model/transformer",
     "precision/picture/svg": "precision/picture/draw",
     "report/files": "report/recorder",

@@ -31,7 +31,8 @@ COMMANDS = {
 }
 # In no message to a program: module -> these options.
 ELSEWHERE = {
-    "api.py": {"--recipe"},  # `jetrl eval` and `parity`
+    "api.py": {"--fp8", "--merge", "--recipe"},  # `jetrl export`, `eval` and `parity`
+    "huggingface/merge.py": {"--merge"},
     "run/start.py": {"--debug"},  # the option itself
     "huggingface/hub.py": {"--revision"},  # of a command for the shell
     "parity/rows.py": {"--new-tokens", "--sequences"},

@@ -17,6 +17,13 @@ def test_lines_of_prose_are_short(page: Path) -> None:
     assert not lines, f"{len(lines)} lines are too long: run python tests/prose.py {page.relative_to(ROOT)}\n{lines[0]}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_rows_of_tables_are_lines(page: Path) -> None:
+    """What follows a row that was broken is no cell of it."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert not [row for row in rows if not row.endswith("|")]
+
+
 WORD = "word " * 30
 
 

@@ -302,7 +302,7 @@ class Answers:
 
 @pytest.mark.parametrize(("callback", "said"), [
     (Broken(), r"Callback Broken.on_step raised JSONDecodeError: .*\(.*test_trainer.py, line \d+\)"),
-    (Answers(), r"Callback Answers.on_step \(.*line \d+\) returned True, which means nothing. Return nothing; tr"),
+    (Answers(), r"Callback Answers.on_step \(.*line \d+\) returned True, but a callback returns nothing. To end"),
 ], ids=["raises", "returns"])
 def test_a_callback_with_an_error_loses_no_step(tmp_path: Path, callback: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
@@ -343,7 +343,7 @@ def test_sigterm_saves_the_steps_before_and_reaches_the_program(tmp_path: Path) 
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     try:
         trainer = Trainer(recipe(tmp_path, {"eval.eval_interval": 0}), reward=ended, verbose=False)
-        with pytest.raises(UserError, match="given up by a signal; the steps before are saved.*resume=True"):
+        with pytest.raises(UserError, match="A signal ended the step; the steps before it are saved.*resume=True"):
             trainer.train()
     finally:
         signal.signal(signal.SIGTERM, before)

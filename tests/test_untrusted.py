@@ -162,7 +162,7 @@ def test_all_that_is_printed_is_printable() -> None:
 # Other calls of json.loads: what this very program, or another process of this run, has written.
 OWN_JSON = {
     "jetrl/untrusted.py", "jetrl/chat/template_child.py", "jetrl/parallel/watch.py", "jetrl/run/checkpoint/resume.py",
-    "jetrl/serve/link.py", "jetrl/serve/engine_side.py",  # what its own two processes send each other
+    "jetrl/serve/engine_side.py", "jetrl/serve/link.py",  # what one process of the server sends the other
 }
 
 
@@ -385,7 +385,7 @@ def test_folders_of_others_are_shown_without_a_crash(tmp_path: Path) -> None:
         folder = model_with(tmp_path / name, **({"metrics__jsonl": row} | files))
         assert str(folder) in told_by(lambda: load_runs([folder])), name  # noqa: B023
     held = model_with(tmp_path / "held", heldout__jsonl='{"step": 1, "rewards": [1]}\n')
-    assert "another form" in told_by(lambda: read_held_out(held))
+    assert "an unexpected form" in told_by(lambda: read_held_out(held))
 
 
 def test_messages_of_the_command_line_are_printable(tmp_path: Path) -> None:

@@ -206,6 +206,6 @@ def _turn_end(
     found = f"there are several ({', '.join(map(str, sorted(ends)))})" if ends else "there is none"
     raise UserError(
         f"Problem {problem.id}: the warm start needs the token that ends the policy's turn, and {found}: the tokenizer "
-        "has no eos_token, and what the chat template writes behind a turn ends no sequence. Set eos_token in "
+        "has no eos_token, and the chat template ends a turn with no end-of-sequence token. Set eos_token in "
         "tokenizer_config.json, or eos_token_id in generation_config.json."
     )

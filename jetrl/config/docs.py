@@ -23,23 +23,24 @@ INTRO = """# Configuration
 
 <!-- Written by `python -m jetrl.config.docs > docs/CONFIG.md`; a test compares. -->
 
-A run is described by a TOML file (`jetrl recipes` lists examples, `jetrl recipes NAME` prints one).
-Any key can be overridden on the command line, by its full name (`jetrl settings` prints these
-tables in the terminal):
+A run is described by a TOML file. `jetrl recipes` lists examples, and `jetrl recipes NAME` prints
+one. `jetrl settings` prints the tables of this page in the terminal. Any key can be overridden on
+the command line, by its full name:
 
     jetrl train quickstart train.lr=1e-4 rollout.group_size=16
 
-- Only `name`, `model` and `task` are required; the rest has the defaults below.
+- Only `name`, `model` and `task` are required. All other keys have defaults.
 - Unknown keys, wrong types and values out of range are errors, and so are **values without
   effect**, such as `rl.kl_estimator = "k2"` while `rl.kl_coef = 0`. The value that a key has anyway
   is always accepted.
-- The command line wins over the file. Settings of the file that an override makes meaningless are
-  dropped, and a line says so: `precision=bf16` works on a recipe with a `[quant]` table,
+- The command line wins over the file. If an override makes settings of the file meaningless, they
+  are dropped with a note. So `precision=bf16` works on a recipe with a `[quant]` table,
   `train.steps=1` on one with a longer warm-up, and `model.path=FOLDER` on one with a `[model.arch]`
-  table. The same happens to settings of a feature that the file itself switches off, as in an
-  edited copy with `save_interval = 0` that still has `keep = 3`. Two settings on one command line
-  that contradict each other are refused, unless the one without effect would change no bit of the
-  run, as in `sft.steps=0 sft.cache_dir=/x`: then it is dropped with a line, too.
+  table. The same happens if the file itself switches a feature off, as in an edited copy with
+  `save_interval = 0` that still has `keep = 3`.
+- Two settings on one command line that contradict each other are refused. If the one without effect
+  would change no bit of the run, as in `sft.steps=0 sft.cache_dir=/x`, it is dropped with a note
+  instead.
 - `none` (in TOML: `"none"`) unsets an optional key. The value of an override is read as TOML, or as
   plain text if it is not TOML, so text needs no quotes on the command line.
 - Errors that involve several keys are reported once each key is valid by itself.

@@ -200,6 +200,7 @@ def digest(config: Config, leave_out: Collection[str] = ()) -> str:
     later = {full for full, since in marked(Since).items() if _table_of(held, full)[keys()[full].name] == since.before}
     for full in {*leave_out, *later}:
         del _table_of(held, full)[keys()[full].name]
+    held = {key: value for key, value in held.items() if value != {}}  # sections that came later, as they were before
     held["task"]["reward"] = moved.first(held["task"]["reward"])
     held["rollout"]["engine"] = moved.first(held["rollout"]["engine"])
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))

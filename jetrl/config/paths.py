@@ -46,9 +46,9 @@ def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Conf
     said = {text.partition("=")[0].strip() for text in overrides}
     if own and folder.name != config.name and not said & {"output_dir", "name"}:
         raise UserError(
-            f"{recipe} is of the run {config.name}, and the folder that it lies in is called {folder.name}. Rename the "
-            f"folder to {config.name} (in another place, if that is taken) to go on with what it holds, or give "
-            f"output_dir={config.output_dir} to go on with the run there."
+            f"{recipe} belongs to the run {config.name}, but its folder is called {folder.name}. To continue with what "
+            f"the folder holds, rename it to {config.name} (elsewhere, if that name is taken). To continue the run in "
+            f"{config.output_dir}, give output_dir={config.output_dir}."
         )
     here = (Path(config.output_dir) / config.name).absolute() == folder
     if not own or "output_dir" in said or folder.name != config.name or here:

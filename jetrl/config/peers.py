@@ -50,9 +50,10 @@ logits and log-probs are always in FP32 | TRL: cast_lm_head_to_fp32
 jetrl has no reward models, but a function may ask a server, task.reward | verl: reward_model.model.path
 jetrl runs no code of a model's folder, and knows its families: Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2 | TRL:
   trust_remote_code model_init_kwargs attn_implementation; verl: trust_remote_code external_lib override_config
-jetrl has no LoRA yet: it trains all weights | TRL: use_peft peft_config lora_* use_rslora use_dora load_in_4bit
-  load_in_8bit bnb_4bit_* use_bnb_nested_quant; verl: lora_rank lora_alpha lora_adapter_path target_modules; PEFT:
-  lora qlora peft
+LoRA is on with lora.rank, and has no dropout, bias, DoRA or 4-bit base | TRL: use_peft peft_config lora_dropout
+  lora_task_type lora_target_parameters lora_modules_to_save use_dora load_in_4bit load_in_8bit bnb_4bit_*
+  use_bnb_nested_quant; PEFT: qlora peft lora_dropout
+adapters are read from a folder in model.path | verl: lora_adapter_path
 jetrl has no reward models: rewards are functions, task.reward | TRL: reward_model_path; verl: reward_model
   reward_model.*
 only Adam's moments can leave the GPU, by train.offload_optimizer | verl: param_offload enable_activation_offload

@@ -176,8 +176,9 @@ class RLConfig(Section):
             " (how many, not their size)"),
     ] = Field(default=1, ge=1, description="Optimizer updates per step. 1: on-policy, all ratios are 1.")
     noise_interval: Annotated[int, OFF_POLICY_ONLY, Since("0.1.0", 1), NoBits()] = Field(
-        default=1, ge=0, description="Every so many steps, measure how many tokens the clip cuts off because of "
-        "rounding alone (policy/noise_*): one more forward pass of one micro-batch. 0: never (docs/ALGORITHMS.md).")
+        default=1, ge=0, description="Steps between measurements of how many tokens the clip cuts off because of "
+        "rounding alone (policy/noise_*). Each takes one more forward pass of one micro-batch. 0: never "
+        "(docs/ALGORITHMS.md).")
     rollout_is: Annotated[
         RolloutIS, Elsewhere(same=("verl",)),
         Elsewhere(
@@ -204,8 +205,8 @@ class RLConfig(Section):
         "rollout_rs_threshold. 0: none, a one-sided mask, as in TRL's default.",
     )
     rollout_veto: float | None = Field(
-        default=None, gt=0, lt=1, description="Leave out an answer if the learner gives one of its tokens less than "
-        "this times the sampler's probability, such as 1e-4. none: off.")
+        default=None, gt=0, lt=1, description="Leave out an answer if the learner's probability of one of its tokens "
+        "is below this fraction of the sampler's, such as 1e-4. none: off.")
     dynamic_sampling: Annotated[
         DynamicSampling,
         Elsewhere(
@@ -213,16 +214,17 @@ class RLConfig(Section):
             "dynamic_sampling_max_gen_batches; slime: dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; "
             "prime-rl: filter_zero_advantages; torchtitan: drop_zero_std_reward_groups"),
     ] = Field(
-        default="off", description="Groups in which all of rl.signal are equal. drop: leave them out. "
-        "refill: also sample further prompts, until prompts_per_step groups carry a signal. off: learn from all.",
+        default="off", description="What to do about groups whose answers all have the same rl.signal. drop: leave "
+        "them out. refill: also sample further prompts, until prompts_per_step groups carry a signal. off: learn from "
+        "all.",
     )
     signal: Annotated[
         Annotated[str, Field(min_length=1)], Since("0.1.0", "reward"),
         Elsewhere("verl: filter_groups.metric", " (what counts as all alike, the name of a reward function)"),
     ] = Field(
-        default="reward", description="The number that says whether a group carries a signal, and that evaluations "
-        "report. reward: the weighted sum, before the overlong penalty. Or the name of one function of task.reward, as "
-        "in metrics: its own score, which a completion must have to be learned from.",
+        default="reward", description="The number that decides whether a group carries a signal, and that evaluations "
+        "report. reward: the weighted sum, before the overlong penalty. Or the name of one function of task.reward, "
+        "as in metrics: its own score; a completion without that score is not learned from.",
     )
     max_refill_rounds: Annotated[
         int, NoEffectWhile("rl.dynamic_sampling", ("off", "drop")), Elsewhere("verl: max_num_gen_batches"),
@@ -249,9 +251,20 @@ class RLConfig(Section):
         "out of the loss.",
     )
     masked_sequences: Annotated[MaskedSequences, NoEffectWhile("rl.mask_truncated", (False,))] = Field(
-        default="drop", description="What mask_truncated leaves out. drop: counts in no mean. count: stays in the "
-        "denominators of loss_agg with loss 0, as in TRL.",
+        default="drop", description="How answers that mask_truncated leaves out are counted. drop: in no mean. count: "
+        "in the denominators of loss_agg, with loss 0, as in TRL.",
     )
+    max_off_policy_steps: Annotated[
+        int, NoEffectWhile("rollout.overcommit", (0.0,)), Since("0.3.0", 2),
+    ] = Field(
+        default=2, ge=0, description="With rollout.overcommit: the most updates that lie between the weights that drew "
+        "a token and those that learn from it.")
+    on_stale: Annotated[
+        Literal["wait", "drop"], NoEffectWhile("rollout.overcommit", (0.0,)), Since("0.3.0", "wait"),
+    ] = Field(
+        default="wait", description="With rollout.overcommit: what becomes of groups that would get older than "
+        "max_off_policy_steps. wait: the step goes on until they are complete, and learns from them. drop: they are "
+        "left out, and never learned from: cheaper, and it prefers short answers.")
     entropy_coef: Annotated[float, Kernels(off=(0.0,)), Elsewhere("verl: entropy_coeff", same=("TRL",))] = Field(
         default=0.0, ge=0, description="Weight of an entropy bonus.")
 

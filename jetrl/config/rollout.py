@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -57,7 +58,7 @@ class RolloutConfig(Section):
             "verl: n; TRL: num_generations; NeMo RL: num_generations_per_prompt; slime, OpenRLHF, SkyRL: "
             "n_samples_per_prompt"),
     ] = Field(
-        default=8, ge=1, description="Completions per prompt. At least 2 where they are each other's baseline.")
+        default=8, ge=1, description="Completions per prompt. At least 2 if they are each other's baseline.")
     max_response_length: Annotated[
         int,
         Elsewhere(
@@ -68,7 +69,7 @@ class RolloutConfig(Section):
             "NeMo RL: max_total_sequence_length; TRL: vllm_max_model_length; verl: max_model_len",
             ", with task.max_prompt_length"),
     ] = Field(
-        default=64, ge=1, description="Longest completion in tokens; in a conversation, all that follows the prompt.")
+        default=64, ge=1, description="Longest completion in tokens; in a conversation, everything after the prompt.")
     temperature: Annotated[
         float, Elsewhere(same=("TRL", "verl")),
         Elsewhere("slime: rollout_temperature; SkyRL: sampling_params", ", top_p and top_k"),
@@ -83,19 +84,19 @@ class RolloutConfig(Section):
         LogprobsOf | None, Since("0.1.0", "full"), Kernels(off=(None, "full")),
         Elsewhere("SkyRL: enable_sample_support_replay", ' = "sampled", which stores nothing'),
     ] = Field(
-        default=None, validate_default=True, description="Which distribution is trained where top_p, top_k or min_p "
-        "truncates it. sampled: the truncated one, that tokens are drawn from; the learner finds what it keeps in its "
-        "own logits. full: the whole one at the temperature, which is then another policy than the one that samples. "
-        "none: sampled (docs/ALGORITHMS.md).")
+        default=None, validate_default=True, description="Which distribution is trained if top_p, top_k or min_p "
+        "truncates it. sampled: the truncated one, from which tokens are drawn; the learner finds the kept tokens in "
+        "its own logits. full: the whole one at the temperature, which is not the policy that samples. none: sampled "
+        "(docs/ALGORITHMS.md).")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], WarmStart()] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: Annotated[int | None, NOT_VLLM, Kernels()] = Field(
         default=None, ge=1, description="Tokens per page of the KV cache. none: 128 on a GPU, 16 on a CPU. At most "
         "the longest sequence rounded up to a power of two, or 128 if that is more.")
     merge_prefix: Annotated[Literal["auto", "on", "off"], NOT_VLLM, NoBits()] = Field(
-        default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
-        "them; tokens and log-probs do not change. auto: where this was measured to be faster. on (or true): wherever "
-        "pages are shared, for tests. off (or false): never. No effect on a CPU (docs/RUNS.md).")
+        default="auto", description="Whether decode steps read the pages that a prompt's samples share only once for "
+        "all of them; tokens and log-probs do not change. auto: where this was measured to be faster. on (or true): "
+        "wherever pages are shared, for tests. off (or false): never. No effect on a CPU (docs/RUNS.md).")
     max_num_seqs: Annotated[
         int, Kernels(), SavesMemory(9, lambda c: [n for n in halves(c.rollout.max_num_seqs, 4, 1) if n >= 8]),
         Elsewhere(same=("verl",)),
@@ -110,17 +111,27 @@ class RolloutConfig(Section):
         Literal["auto", "always", "never"], NOT_VLLM, NoBits(), SavesMemory(1, {"always": "auto"}),
     ] = Field(
         default="auto", description="Whether the KV cache stays on a GPU during the update, with the CUDA graphs of "
-        "decode steps, which each rollout must otherwise capture again. auto: where the predicted peak of the update "
-        "leaves room for it. Changes no bit. No effect on a CPU.",
+        "decode steps; otherwise each rollout captures them again. auto: if the predicted peak of the update leaves "
+        "room. Changes no bit. No effect on a CPU.",
     )
     speculate: Annotated[Literal["off", "auto", "on"], NOT_VLLM, NoBits()] = Field(
         default="off", description="Guess tokens from the answer so far, its siblings, and earlier answers to its "
-        "prompt, and compute several at once; tokens and log-probs do not change. auto: as many as pay off, going by "
+        "prompt, and compute several at once; tokens and log-probs do not change. auto: as many as pay off, judged by "
         "measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
     )
     max_draft_tokens: Annotated[int, NOT_VLLM, NoEffectWhile("rollout.speculate", ("off",)), NoBits()] = Field(
         default=7, ge=1, le=7, description="Maximum number of tokens guessed per sequence and step. Steps guess 0, 1, "
         "3 or 7, so 2 means 1, and 4, 5 and 6 mean 3.")
+
+    overcommit: Annotated[float, Since("0.3.0", 0.0)] = Field(
+        default=0.0, ge=0, le=1, description="Groups that are under way beside the prompts_per_step that a step needs, "
+        "as a share of these. The step ends when enough groups are complete; the others go on in the next one, under "
+        "its weights (docs/ASYNC.md). 0: none, all answers are of the newest weights.")
+
+    @property
+    def num_carried(self) -> int:
+        """Groups under way beside those that a step learns from."""
+        return ceil(self.overcommit * self.prompts_per_step - 1e-9)
 
     @property
     def truncates(self) -> bool:

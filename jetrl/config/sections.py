@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import NAME, Problem, Section
+from jetrl.config.lora import LoraConfig
 from jetrl.config.markers import (
     Elsewhere,
     FirstWeights,
@@ -83,25 +84,27 @@ class QuantConfig(Section):
     weight_scale: Annotated[ScaleKind, NoEffectWhile("precision", ("w8a16",))] = Field(
         default="fp32", description="Scales of weight blocks: any FP32 number, or powers of two.")
     activation_scale: Annotated[ScaleKind, NoEffectWhile("precision", ("w8a16",))] = Field(
-        default="fp32", description="Scales of activation and gradient blocks, likewise.")
+        default="fp32", description="Scales of activation and gradient blocks: any FP32 number, or powers of two.")
     num_first_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
     wgrad: Annotated[WgradKind, NoEffectWhile("precision", ("fp8_rollout", "w8a16"))] = Field(
-        default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
-        "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
-        "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
+        default="tile", description="Scales of the activations that weight gradients read (dense layers; experts "
+        "always use row). row: one for each feature and 128 tokens. tile: one for each 128x128 tile, as in weights. "
+        "On Hopper, tile is the faster GEMM; SwiGLU's output is recomputed, and a micro-batch's weight gradient is "
+        "rounded to BF16 before it is added.")
     saved_gate_up: Annotated[
         CacheKind, NoEffectWhile("quant.wgrad", ("row",)), NoEffectWhile("precision", ("fp8_rollout", "w8a16")),
     ] = Field(
-        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused "
-        "where all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory "
-        "for the backward pass.")
+        default="bf16", description="Format in which SwiGLU's input is kept for the backward pass (dense layers; fp8 "
+        "is refused if all layers have experts). fp8: rounded like an activation, which saves a quarter of the memory "
+        "that a layer keeps for the backward pass.")
     kv_cache: Annotated[
         CacheKind, SavesMemory(10, {"bf16": "fp8"}, unless=("precision", "bf16")),
         Elsewhere("vLLM, SGLang: kv_cache_dtype"),
-    ] = Field(default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
+    ] = Field(default="bf16", description="Format of keys and values in the rollout's cache. Training rounds them the "
+        "same way.")
 
 
 class SFTConfig(Section):
@@ -146,8 +149,8 @@ class EvalConfig(Section):
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
     pass_reward: Annotated[float, NoBits()] = Field(
-        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
-        "(less 0.001, for rounding) in what rl.signal names.")
+        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if the rl.signal of one of its "
+        "completions reaches this (minus 0.001, for rounding).")
     num_samples_kept: Annotated[int, NoBits()] = Field(
         default=32, ge=0, description="How many completions of each evaluation to write to eval_samples.jsonl, spread "
         "evenly over the problems and always from the same ones. 0: none.")
@@ -183,6 +186,9 @@ class CheckpointConfig(Section):
         Elsewhere("verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load"),
     ] = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
+    replay_steps: Annotated[int, NoBits(), Since("0.3.0", 0)] = Field(
+        default=100, ge=0, description="Newest steps whose tokens, log-probs and digests are kept for `jetrl replay` "
+        "(docs/REPLAY.md). 0: none.")
     allow_changed_data: bool = Field(
         default=False, description="Resume even if a local data file or the tokenizer has changed.")
 
@@ -227,7 +233,7 @@ def dapo_buffer_len(max_response_length: int) -> int:
 
 
 class Config(Section):
-    """A whole run. `device` and `kernels` are concrete once `resolve` has run."""
+    """The run as a whole. Once `resolve` has run, `device` and `kernels` are no longer "auto"."""
 
     section: ClassVar[str] = ""
     name: Annotated[
@@ -261,6 +267,7 @@ class Config(Section):
     model: Annotated[ModelConfig, FirstWeights()] = Field(description="The model.")
     quant: Annotated[QuantConfig, NoEffectWhile("precision", ("bf16",)), Kernels()] = Field(
         default=QuantConfig(), description="FP8 details.")
+    lora: LoraConfig = Field(default=LoraConfig(), description="Adapters.")
     task: Annotated[TaskConfig, WarmStart()] = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
     vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",))] = Field(
@@ -279,6 +286,11 @@ class Config(Section):
         """Tokens of the longest prompt with its longest response."""
         return self.task.max_prompt_length + self.rollout.max_response_length
 
+    @property
+    def most_behind(self) -> int:
+        """The most updates between the weights that drew a token and those that learn from it."""
+        return self.rl.max_off_policy_steps if self.rollout.overcommit else 0
+
     @model_validator(mode="before")
     @classmethod
     def _dapo_buffer(cls, data: Any) -> Any:
@@ -295,6 +307,9 @@ class Config(Section):
         rollout = self.rollout
         yield from vllm_problems(self)
         yield from self._size_problems()
+        if rollout.overcommit:
+            yield from self._carry_problems()
+        yield from self._lora_problems()
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
                    f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")
@@ -326,6 +341,54 @@ class Config(Section):
                 "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
                 f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
                 ("rollout.prompts_per_step",),
+            )
+
+    def _carry_problems(self) -> Iterator[Problem | str]:
+        """What does not go together with answers that are carried over from one step to the next."""
+        key, rollout, rl = "rollout.overcommit", self.rollout, self.rl
+        if rollout.engine != "jetrl":
+            yield Problem(
+                key, f"rollout.engine = {toml_literal(rollout.engine)} cannot suspend answers and let them go on with "
+                'other weights; set rollout.engine = "jetrl", or rollout.overcommit = 0', ("rollout.engine",),
+            )
+        if self.environment.name is not None:
+            yield Problem(
+                key, "carries single answers over; what an environment has in memory is in no checkpoint, so "
+                "conversations end in the step in which they began. Set rollout.overcommit = 0, or remove "
+                "environment.name", ("environment.name",),
+            )
+        if rollout.logprobs == "sampled" and rollout.truncates:
+            yield Problem(
+                key, "the learner does not know what older weights kept of a truncated distribution; set "
+                'rollout.logprobs = "full", remove top_p, top_k and min_p, or set rollout.overcommit = 0',
+                ("rollout.logprobs", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+            )
+        if rl.rollout_is == "none":
+            yield Problem(
+                key, "tokens of older weights need importance weights; set rl.rollout_is = \"token\" (truncated at "
+                "rl.rollout_is_threshold), or rollout.overcommit = 0", ("rl.rollout_is",),
+            )
+        if rl.max_off_policy_steps < 1:
+            yield Problem(
+                "rl.max_off_policy_steps", f"= 0 leaves nothing to carry over, and rollout.overcommit = "
+                f"{rollout.overcommit:g}: what is under way after a step is a step older. Set it to 1 or more, or "
+                "rollout.overcommit = 0", (key,),
+            )
+
+    def _lora_problems(self) -> Iterator[Problem | str]:
+        """What does not go with adapters."""
+        if self.lora.rank is None:
+            return
+        if self.rollout.engine != "jetrl":
+            yield Problem(
+                "lora.rank", f"adapters are sampled from by jetrl's own engine only, and rollout.engine = "
+                f"{toml_literal(self.rollout.engine)}; set rollout.engine=jetrl, or remove this key",
+                ("rollout.engine",),
+            )
+        if self.rl.adv_estimator == "gae" and self.rl.critic != "shared":
+            yield Problem(
+                "lora.rank", 'does not go with a critic of its own, which is trained whole; set rl.critic=shared, '
+                "or an algorithm without a critic", ("rl.critic", "rl.algo"),
             )
 
     def _size_problems(self) -> Iterator[Problem | str]:

@@ -13,6 +13,7 @@ _SECOND = ("twice", "overwrite", "Duplicate", "mutate")  # in tomllib's messages
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]")
 _KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[\w-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[\w-]+))*)\s*=\s*(.*)""")
 _YAML = re.compile(r"\s*(?:---\s*$|-\s|[\w.-]+\s*:(?:\s|$))")
+_PYTHON = re.compile(r"\s*(?:(?:import|from|class|def|async def)\s+\w|@\w|\"{3})")
 _WORDS = {"True": "true", "False": "false", "None": '"none"', "null": '"none"', "yes": "true", "no": "false"}
 _TYPOGRAPHIC = "“”„‘’«»"
 
@@ -38,6 +39,8 @@ def _cure(lines: list[str], number: int, line: str, what: str) -> str:
     first = next((each for each in lines if each.strip() and not each.lstrip().startswith("#")), "")
     if first.lstrip().startswith("{"):
         return '; this looks like JSON. Recipes are TOML: [model] on a line of its own, then path = "...", and so on'
+    if _PYTHON.match(first):
+        return "; this looks like Python. Recipes are TOML; code is named with its class or function: FILE.py:NAME"
     if _YAML.match(first) or _YAML.match(line):
         return '; this looks like YAML. Recipes are TOML: [model] on a line of its own, then path = "...", and so on'
     if any(sign in line for sign in _TYPOGRAPHIC):

@@ -34,13 +34,13 @@ class TaskConfig(Section):
     )
     train_file: Annotated[
         str | None, DATA_ONLY, Holds("data"), Elsewhere("verl: train_files; slime: prompt_data"),
-    ] = Field(default=None, description="Training problems of task file: jsonl or parquet.")
+    ] = Field(default=None, description="File with the training problems: jsonl or parquet.")
     eval_file: Annotated[
         str | None, DATA_ONLY, Holds("data"), Elsewhere("verl: val_files; slime: eval_prompt_data"),
-    ] = Field(default=None, description="Held-out problems of task file.")
+    ] = Field(default=None, description="File with the held-out problems: jsonl or parquet.")
     dataset: Annotated[str | None, DATA_ONLY, Holds("file"), Elsewhere("TRL: dataset_name")] = Field(
-        default=None, min_length=1, description="Training problems of task file by name on the Hugging Face hub, such "
-        "as openai/gsm8k, instead of train_file (docs/MODELS_AND_DATA.md).")
+        default=None, min_length=1, description="Data set on the Hugging Face hub with the training problems, such as "
+        "openai/gsm8k, instead of train_file (docs/MODELS_AND_DATA.md).")
     dataset_config: Annotated[
         str | None, DATA_ONLY, NoEffectWhile("task.dataset", (None,), instead=("task.train_file",)),
         PartOf("task.dataset"), Elsewhere("TRL: dataset_config_name"),
@@ -55,7 +55,7 @@ class TaskConfig(Section):
     ] = Field(default="train", min_length=1, description="Split of the data set to train on.")
     eval_split: Annotated[str | None, DATA_ONLY, Elsewhere("TRL: dataset_test_split")] = Field(
         default=None, min_length=1, description="Split for evaluation, of eval_dataset if that is set, else of "
-        "dataset. none: problems are held out of the training ones.")
+        "dataset. none: some of the training problems are held out.")
     eval_dataset: Annotated[str | None, DATA_ONLY, Holds("file")] = Field(
         default=None, min_length=1, description="Another data set for evaluation, by name; needs eval_split.")
     eval_dataset_config: Annotated[

@@ -86,14 +86,15 @@ class TrainConfig(Section):
     ] = Field(default="float32", description="Type in which gradients are added up over micro-batches.")
     reduction: Annotated[Reduction, Kernels(), SavesMemory(3, {"fast": "fixed"})] = Field(
         default="fast",
-        description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "
-        "GPUs' sums are added; each GPU holds whole gradients. fixed: in an order that does not depend on the number "
-        "of GPUs, which gives the same bits on any number of them.")
+        description="Order in which gradients of micro-batches are added. fast: each GPU adds up its own, then these "
+        "sums are added; each GPU holds whole gradients. fixed: an order that does not depend on the number of GPUs, "
+        "so any number of them gives the same bits.")
     reduction_lanes: Annotated[int | None, NoEffectWhile("train.reduction", ("fast",))] = Field(
         default=None, ge=1,
-        description="For fixed: micro-batch i is added up in lane i % reduction_lanes, and then the lanes, which the "
-        "GPUs share; each holds whole gradients, as with fast, and sends them once for each of its lanes. Not set: a "
-        "lane for each micro-batch, which takes the least memory, and all gradients travel for each micro-batch.")
+        description="For fixed: micro-batch i is added up in lane i % reduction_lanes, then the lanes are added. The "
+        "GPUs share the lanes; each holds whole gradients, as with fast, and sends them once for each of its lanes. "
+        "none: a lane for each micro-batch, which takes the least memory, but sends all gradients for each "
+        "micro-batch.")
     optimizer_dtype: Annotated[
         Literal["float32", "bfloat16", "8bit"], Kernels(), SavesMemory(7, {"float32": "bfloat16"}),
         Elsewhere("TRL: optim; verl: optimizer", ' (the optimizer is AdamW, "8bit" is torchao\'s)'),
@@ -110,7 +111,7 @@ class TrainConfig(Section):
         Elsewhere("TRL: gradient_checkpointing gradient_checkpointing_kwargs; verl: enable_gradient_checkpointing"),
     ] = Field(
         default=False,
-        description="Recompute layers in the backward pass, and transposed FP8 weights, to save memory.")
+        description="To save memory, recompute layers and transposed FP8 weights in the backward pass.")
     lean_backward: Annotated[
         bool, SavesMemory(4, {False: True}, unless=("train.activation_checkpointing", True)),
     ] = Field(
@@ -124,11 +125,12 @@ class TrainConfig(Section):
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. No effect with one process.")
     router_aux_loss_coef: Annotated[float, WarmStart(), Elsewhere(same=("TRL",))] = Field(
-        default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the loss that evens the experts' "
-        "load, within each sequence (1 where the load is even), in the warm start too; usually 1e-3 to 1e-2. 0: off.")
+        default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the loss that balances the "
+        "experts' load within each sequence (1 if the load is even), also in the warm start; usually 1e-3 to 1e-2. 0: "
+        "off.")
     router_z_loss_coef: Annotated[float, WarmStart()] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router "
-        "logits)^2, in the warm start too; usually 1e-3. 0: off.")
+        "logits)^2, also in the warm start; usually 1e-3. 0: off.")
     compare_routing: bool = Field(
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")

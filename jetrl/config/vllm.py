@@ -37,8 +37,8 @@ class VLLMConfig(Section):
     enforce_eager: Annotated[bool, Elsewhere(same=("verl",))] = Field(
         default=False, description="No CUDA graphs and no torch.compile: starts faster, runs slower.")
     check_weights: Annotated[bool, NoBits()] = Field(
-        default=False, description="For debugging: after each transfer, read all weights back from vLLM and compare "
-        "their checksum with that of the published ones. On a GPU.")
+        default=False, description="For debugging, on a GPU: after each transfer, read all weights back from vLLM and "
+        "compare their checksum with that of the published ones.")
 
 
 def vllm_problems(config: Config) -> Iterator[Problem | str]:

@@ -47,6 +47,9 @@ def threads(torch_threads: int) -> Finding:
         return Finding(SECTION, "threads", text, "note", f"set num_threads = {usable}: more than the cores is slow")
     if torch_threads < usable and "OMP_NUM_THREADS" in os.environ:
         return Finding(SECTION, "threads", text, "note", "unset OMP_NUM_THREADS, or set num_threads, to use all cores")
+    if busy := host.load():
+        cure = "end other programs; if you cannot, OMP_WAIT_POLICY=passive keeps waiting threads from taking cores"
+        return Finding(SECTION, "threads", f"{text}; load {busy[0]:.1f} on {busy[1]}", "note", cure)
     return Finding(SECTION, "threads", text)
 
 

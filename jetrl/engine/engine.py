@@ -2,7 +2,8 @@
 decode steps run in a row without the host in between (a burst), and what a sequence drew after its end is dropped.
 
 Requests come and go through `add`, `step`, `collect`, `cancel` and `forget`, at any time; `generate` is a loop over
-these. What the engine holds does not grow with the requests that it has served: it has rows for `max_num_seqs`
+these. `suspend` gives back what is under way as values, and `resume` takes them, perhaps after other weights were
+loaded. What the engine holds does not grow with the requests that it has served: it has rows for `max_num_seqs`
 sequences, and pages. While it is idle (all has finished, has been collected and, of conversations, forgotten), the
 cache's memory may be given back, and its size may change with the next `add`.
 
@@ -14,13 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jetrl.engine.limits import check_vocabulary, most_tokens
 from jetrl.engine.pages import PageAllocator
-from jetrl.engine.plan import Drawn, Finished, NewTokens, Plan
+from jetrl.engine.plan import Drawn, Finished, NewTokens, Plan, Tracked
 from jetrl.engine.rows import Rows, rows_for
 from jetrl.engine.runner import Model, ModelRunner, Observe
 from jetrl.engine.sampler import SamplingTable, check_params
@@ -31,7 +32,7 @@ from jetrl.engine.state_pool import grid_of, pages_in_memory
 from jetrl.engine.stopper import Stopper, Tokenizer
 from jetrl.errors import OutOfMemory
 from jetrl.precision.blocks.layouts import require_rewind
-from jetrl.types import Completion, Engine, FinishReason, Request, StepReport, WeightSet
+from jetrl.types import Completion, Engine, FinishReason, Request, Spans, StepReport, Unfinished, WeightSet
 
 _DEFAULTS = EngineSettings()
 
@@ -59,7 +60,7 @@ class PagedEngine(Engine):
     completions of that step can be collected. An error of it is an error of the step. `observe`: see `ModelRunner`.
     """
 
-    keeps_bits = True
+    keeps_bits = suspends = True
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, flow_digest: str, settings: EngineSettings = _DEFAULTS,
@@ -141,11 +142,20 @@ class PagedEngine(Engine):
         Tokens and log-probs of a request depend only on its tokens, sampling parameters and id. UserError if one can
         never run; ValueError if an open conversation cannot continue with it.
         """
+        self.resume([Unfinished(request) for request in requests])
+
+    def resume(self, unfinished: Sequence[Unfinished]) -> None:
+        """`add` for requests of which something may have been drawn before: they go on as if these weights had been
+        given exactly these tokens. All of them are computed again, so keys and values are those of the weights that
+        draw the next token, and its log-prob is the learner's with these weights, bit for bit."""
+        requests = [one.request for one in unfinished]
         if self.weights is None:
             raise ValueError("no weights are loaded; call engine.load(weights) before engine.add() or generate()")
         for request in requests:
             check_params(request.sampling)
             check_vocabulary(request, self.model.spec.vocab_size)
+        for one in unfinished:
+            check_vocabulary(replace(one.request, tokens=tuple(one.tokens.tolist())), self.model.spec.vocab_size)
         if not requests:
             return
         scheduler, begins = self._scheduler, self._began is None
@@ -155,7 +165,7 @@ class PagedEngine(Engine):
         scheduler.check(requests)
         if self.runner.reserve(allocator.num_pages):
             allocator.beginnings.clear()
-        scheduler.add(requests)
+        scheduler.resume(unfinished)
         if begins:
             scheduler.reset_counts()
             allocator.peak_used = allocator.num_used
@@ -238,6 +248,29 @@ class PagedEngine(Engine):
             self.speculator.forget([id for id in ids if id not in self._scheduler.turns])
         self._rest_if_idle()
 
+    def suspend(self, ids: Collection[int] | None = None) -> list[Unfinished]:
+        """Take back the requests with these ids that wait or run; unknown ids are ignored. They come in the order in
+        which they were added, with what was drawn for them; their pages and slots are free.
+
+        None: all of them, and the conversations between two turns are closed (their next turns are computed from the
+        first token, as after `load`). Once its completions are collected, the engine is then idle: training gets its
+        memory. A completion that is not collected yet stays.
+        """
+        assert self.weights is not None or not self.has_work
+        scheduler, version = self._scheduler, -1 if self.weights is None else self.weights.version
+        gone = [s.id for s in (*scheduler.running, *scheduler.waiting)] if ids is None else list(ids)
+        taken = scheduler.suspend(gone)
+        if ids is None:
+            gone += scheduler.turns.forget_all()
+        if self.speculator is not None:
+            self.speculator.forget([id for id in gone if id not in scheduler.turns])
+        self._rest_if_idle()
+        return [_unfinished(seq, version) for seq in taken]
+
+    def drawn(self) -> dict[int, int]:
+        """How many tokens each request that waits or runs has, those before it was resumed included."""
+        return self._scheduler.drawn()
+
     def forget(self, ids: Collection[int]) -> None:
         """These conversations have ended. A request of theirs that still waits or runs is dropped, without a
         completion; a completion that is not collected yet stays. Unknown ids are ignored."""
@@ -315,8 +348,10 @@ class PagedEngine(Engine):
         hidden_end = end.stopped and self._stopper.stops_by_id(end.sampling, int(end.tokens[-1]))
         text = self.tokenizer.decode((end.tokens[:-1] if hidden_end else end.tokens).tolist())
         finish: FinishReason = "stop" if end.stopped else "length"
+        spans = spans_with(end.before, end.num_before, len(end.tokens), self.weights.version)
         return Completion(
-            end.id, end.tokens, end.logprobs, text, finish, self.weights.version, self.weights.flow_digest
+            end.id, end.tokens, end.logprobs, text, finish, self.weights.version, self.weights.flow_digest,
+            spans if len(spans) > 1 else (),
         )
 
     def _drop_kept(self, verb: str) -> None:
@@ -349,6 +384,20 @@ class PagedEngine(Engine):
         if self.speculator is not None:
             self.speculator.rest()
         self.runner.release()
+
+
+def spans_with(before: Spans, num_before: int, count: int, version: int) -> Spans:
+    """The spans of `count` tokens, of which the first `num_before` have these, and `version` drew the others."""
+    if count == num_before or (before and before[-1][1] == version):
+        return before
+    return (*before, (num_before, version))
+
+
+def _unfinished(seq: Tracked, version: int) -> Unfinished:
+    """What was drawn for a sequence that no longer waits or runs, the last of it by `version`."""
+    prompt = seq.prefix.length
+    tokens, logprobs = seq.tokens[prompt:], seq.logprobs[prompt:]
+    return Unfinished(seq.asked(), tokens, logprobs, spans_with(seq.before, seq.num_before, len(tokens), version))
 
 
 def _news(owners: list[tuple[int, int]], drawn: Drawn, counts: np.ndarray) -> list[NewTokens]:

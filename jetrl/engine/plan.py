@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jetrl.types import SamplingParams
+from jetrl.types import Request, SamplingParams, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class Finished:
     logprobs: np.ndarray  # [n] float32, read-only
     stopped: bool
     prompt: int  # tokens before the first that was drawn
+    before: Spans = ()  # of what it had drawn when it was resumed
+    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,13 @@ class Tracked:
     keeps: bool = False  # its pages stay when it ends
     digests: list[bytes] | None = None  # of its full pages, those of the prompt and further ones
     slot: int = -1
+    max_conversation: int | None = None
+    before: Spans = ()  # which weights drew what it had when it was resumed
+    num_before: int = 0  # how many tokens that were
+
+    def asked(self) -> Request:
+        """The request."""
+        return Request(self.id, self.prefix.tokens, self.sampling, self.max_conversation)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.engine.graphs.cache import GraphCache
 from jetrl.engine.graphs.capture import Capture
 from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs
 from jetrl.engine.graphs.drafts import DraftGraphs
@@ -68,10 +69,10 @@ class ModelRunner:
         self.observe, self.cuda_graphs = observe, observe is None
         self.keep_bytes = settings.keep_bytes  # a larger cache is freed when the engine rests; None: by `_KEEP_SHARE`
         self.cache: StatePool | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.decode_graphs: DecodeGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
         self.mixed: MixedGraphs | None = None
-        self._capture: Capture | None = None
+        self._graphs: GraphCache | None = None
         self.merged_calls = 0  # bursts that read shared pages once
         self.reset_times()
 
@@ -85,17 +86,22 @@ class ModelRunner:
         return rows_for(self.settings.max_num_seqs) if grid_of(self.model.spec) else 0
 
     @property
-    def capture(self) -> Capture:
-        """Of all graphs, in one memory pool."""
-        if self._capture is None:
-            self._capture = Capture(self.device)
-        return self._capture
+    def graphs(self) -> GraphCache:
+        """All steps of this runner that are graphs, in one memory pool."""
+        if self._graphs is None:
+            self._graphs = GraphCache(Capture(self.device), self.model)
+        return self._graphs
+
+    @property
+    def on_graphs(self) -> bool:
+        """Whether steps may be graphs."""
+        return self.cuda_graphs and self.device.type == "cuda"
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: graphs captured, their seconds, and the cache that stays on the GPU now; on a GPU."""
         if self.device.type != "cuda":
             return {}
-        number, seconds = self.capture.take()
+        number, seconds = self.graphs.take()
         kept = 0 if self.cache is None else self.cache.num_bytes
         return {
             "perf/graph_captures": float(number), "perf/graph_capture_s": seconds,
@@ -118,7 +124,9 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the cache's memory (the trainer may need it between two rollouts)."""
-        self.cache = self.graphs = self.draft_graphs = self.mixed = None
+        self.cache = self.decode_graphs = self.draft_graphs = self.mixed = None
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def give_back(self) -> None:
         """The engine rests: release a cache whose memory training needs. Another stays, with its graphs."""
@@ -133,19 +141,15 @@ class ModelRunner:
 
     def weights_changed(self) -> None:
         """Drop the captured graphs if the weights have moved (publishing writes in place)."""
-        if self.graphs is not None and self.graphs.addresses != self.graphs.model.addresses():
-            self.graphs = None
-        if self.draft_graphs is not None and self.draft_graphs.addresses != self.draft_graphs.model.addresses():
-            self.draft_graphs = None
-        if self.mixed is not None and self.mixed.addresses != self.mixed.model.addresses():
-            self.mixed = None
+        if self._graphs is not None:
+            self._graphs.check_addresses()
 
     def burst(self, plan: Plan, table: SamplingTable) -> int:
         """How many steps in a row this plan could run, each feeding the next on the device; 0: not by a decode graph.
 
         Untruncated distributions only: the plain path draws from truncated ones, step by step.
         """
-        if not (self.cuda_graphs and self.device.type == "cuda" and plan.is_decode):
+        if not (self.on_graphs and plan.is_decode):
             return 0
         chosen = table.take(plan.sample_slots)
         return 1 if is_cut(chosen, self.model.spec.vocab_size).any() else self.settings.max_burst
@@ -161,7 +165,7 @@ class ModelRunner:
             self.observe(plan)
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
-        if self.cuda_graphs and self.device.type == "cuda" and plan.is_decode:
+        if self.on_graphs and plan.is_decode:
             return self._decode(plan, table, steps)
         assert steps == 1, "only decode plans run for several steps"
         start = self._clock()
@@ -183,9 +187,9 @@ class ModelRunner:
     def _hidden(self, plan: Plan) -> tuple[Tensor, np.ndarray | None]:
         """Hidden states of a step with prompts, and in which rows those of its tokens are, if not one by one."""
         # with states of sequences, only the device knows in a graph which rows of a step are whose
-        if self.cuda_graphs and self.mixed_graphs and self.device.type == "cuda" and plan.row_reads is None:
+        if self.on_graphs and self.mixed_graphs and plan.row_reads is None:
             if self.mixed is None:
-                self.mixed = MixedGraphs(self.model, self.cache, self.capture)
+                self.mixed = MixedGraphs(self.model, self.cache, self.graphs)
             if (found := self.mixed.run(plan, self._slots(plan))) is not None:
                 return found
         return self.model(self._batch(plan)), None
@@ -193,8 +197,9 @@ class ModelRunner:
     def _decode(self, plan: Plan, table: SamplingTable, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """`run` of steps in which every sequence computes and draws one token, as CUDA graphs."""
         start = self._clock()
-        if self.graphs is None:
-            self.graphs = DecodeGraphs(self.model, self.cache, self.capture, self.settings.max_burst, self._merge)
+        if (graphs := self.decode_graphs) is None:
+            graphs = DecodeGraphs(self.model, self.cache, self.graphs, self.settings.max_burst, self._merge)
+            self.decode_graphs = graphs
         chosen = table.take(plan.sample_slots)
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
@@ -202,14 +207,14 @@ class ModelRunner:
             row_reads=plan.row_reads, row_writes=plan.row_writes,
         )
         if is_cut(chosen, self.model.spec.vocab_size).any():
-            logits = self.graphs.logits(step)
+            logits = graphs.logits(step)
             tokens, logprobs = sample_rows(logits, chosen, plan.sample_positions)
             result = tokens.cpu().numpy()[None], logprobs.cpu().numpy()[None]
         else:
-            drawn, logprobs, maxima = self.graphs.run(step, steps)
+            drawn, logprobs, maxima = graphs.run(step, steps)
             check_finite(maxima)
             result = drawn.numpy(), logprobs.numpy()
-        self.merged_calls += self.graphs.merged
+        self.merged_calls += graphs.merged
         self.model_seconds += self._clock() - start
         return result
 
@@ -221,9 +226,9 @@ class ModelRunner:
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         chosen = table.take(plan.sample_slots)
-        if self.cuda_graphs and self.device.type == "cuda":
+        if self.on_graphs:
             if self.draft_graphs is None or self.draft_graphs.index is not index:
-                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.capture, self.settings.max_burst)
+                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.graphs, self.settings.max_burst)
             found = self.draft_graphs.run(plan, chosen, rows, steps)
         else:
             found = burst(plan, chosen, index, rows, steps, self.page_size, partial(self._positions, plan, chosen))

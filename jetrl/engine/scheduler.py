@@ -30,7 +30,7 @@ from jetrl.engine.rows import Rows
 from jetrl.engine.slots import Slots
 from jetrl.engine.turns import Turns
 from jetrl.errors import UserError
-from jetrl.types import Request
+from jetrl.types import Request, Unfinished
 
 ForcePreempt = Callable[[int, tuple[int, ...]], Iterable[int]]  # (step, running requests) -> requests to preempt
 
@@ -81,15 +81,21 @@ class Scheduler:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests. If one is refused (see `check`), none is queued."""
+        self.resume([Unfinished(request) for request in requests])
+
+    def resume(self, unfinished: Sequence[Unfinished]) -> None:
+        """`add` for requests of which something may have been drawn before."""
+        requests = [one.request for one in unfinished]
         self.check(requests)
-        for request in requests:
-            prefix = self.prompts.join(request.tokens)
-            tokens = np.array(request.tokens, dtype=np.int32)
-            logprobs = np.zeros(len(tokens), dtype=np.float32)
-            longest = len(tokens) + request.sampling.max_tokens
+        for one, request in zip(unfinished, requests, strict=True):
+            prefix, prompt = self.prompts.join(request.tokens), len(request.tokens)
+            tokens = np.concatenate((np.array(request.tokens, dtype=np.int32), one.tokens))
+            logprobs = np.concatenate((np.zeros(prompt, dtype=np.float32), one.logprobs))
             is_turn, keeps = self._is_turn(request), request.max_conversation is not None
             self.waiting.append(Tracked(
-                self.num_added, request.id, request.sampling, tokens, logprobs, longest, prefix, is_turn, keeps
+                self.num_added, request.id, request.sampling, tokens, logprobs, prompt + request.sampling.max_tokens,
+                prefix, is_turn, keeps, max_conversation=request.max_conversation, before=one.spans,
+                num_before=len(one.tokens),
             ))
             self.num_added += 1
             if is_turn:
@@ -108,9 +114,20 @@ class Scheduler:
 
     def cancel(self, ids: Collection[int]) -> None:
         """Drop requests with these ids that wait or run. Their conversations stay open, as they were before."""
-        for seq in self._drop(ids):
+        self.suspend(ids)
+
+    def suspend(self, ids: Collection[int]) -> list[Tracked]:
+        """`cancel`; what is dropped, in order of arrival, with the tokens that were drawn for it."""
+        dropped = self._drop(ids)
+        for seq in dropped:
             if seq.is_turn:
                 self.turns.cancel(seq.id)
+        return sorted(dropped, key=attrgetter("request"))
+
+    def drawn(self) -> dict[int, int]:
+        """How many tokens of each request that waits or runs were drawn."""
+        running = {s.id: int(self.slots.length[s.slot]) - s.prefix.length for s in self.running}
+        return running | {s.id: len(s.tokens) - s.prefix.length for s in self.waiting}
 
     def _drop(self, ids: Collection[int]) -> list[Tracked]:
         assert self._plan is None, "nothing is dropped between schedule() and commit()"
@@ -283,7 +300,7 @@ class Scheduler:
             self._free(pages, row)
         self.prompts.leave(seq.prefix)
         drawn = seq.tokens[prompt:], seq.logprobs[prompt:]
-        return Finished(seq.request, seq.id, seq.sampling, *drawn, stopped, prompt)
+        return Finished(seq.request, seq.id, seq.sampling, *drawn, stopped, prompt, seq.before, seq.num_before)
 
     def _continue_running(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """Share the budget among running sequences, decoding ones first; slots and counts, in order of arrival."""

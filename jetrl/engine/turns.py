@@ -103,6 +103,13 @@ class Turns:
         self._tokens.pop(id, None)
         self._active.discard(id)
 
+    def forget_all(self) -> list[int]:
+        """All conversations have ended; their ids."""
+        ids = list(self._tokens)
+        for id in ids:
+            self.forget(id)
+        return ids
+
     def cancel(self, id: int) -> None:
         """The turn that waited or ran is gone: the conversation is as open as before it. Pages that the turn had taken
         over are not kept; those that it had not are."""

@@ -258,7 +258,7 @@ def _rope(config: Mapping[str, Any]) -> RopeSpec:
 def _rope_of(config: Mapping[str, Any], key: str) -> RopeSpec:
     rope = config[key]
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(f"{key} = {rope!r} is not supported; one set of rotary parameters for all layers is.")
+        raise UserError(f"{key} = {rope!r} is not supported; give one set of rotary parameters for all layers.")
     theta = _positive(rope if rope.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):

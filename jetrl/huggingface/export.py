@@ -53,7 +53,7 @@ def export(
         raise UserError(f"{out} is the folder to export; give another output path, so that the original is kept.")
     if out.is_symlink() and not out.exists():
         raise UserError(f"{out} is a link to {out.readlink()}, which does not exist. Give another output path.")
-    _refuse_checkpoints(out)
+    refuse_checkpoints(out)
     spec = hf.spec_from_folder(folder)
     recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
     if fp8:
@@ -97,7 +97,7 @@ def note_for_vllm() -> str:
     )
 
 
-def _refuse_checkpoints(out: Path) -> None:
+def refuse_checkpoints(out: Path) -> None:
     """UserError for a place among the checkpoints of a run: what lies there has hashes, and is removed as they age."""
     place = out.absolute().resolve()
     for folder in (place, *place.parents):

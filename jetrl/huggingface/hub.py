@@ -245,7 +245,7 @@ def _check_whole(folder: Path) -> None:
         if whole != size:
             expected = "its header cannot be read" if whole is None else f"its header says {whole}"
             raise UserError(
-                f"{path} is not whole: it has {size} bytes, and {expected}. Delete {blob} and {path}, and run again "
+                f"{path} is incomplete: it has {size} bytes, and {expected}. Delete {blob} and {path}, and run again "
                 "with network access: only this file is downloaded."
             )
 
@@ -281,6 +281,12 @@ def _no_folder(name: str) -> str:
     return f"{name}: there is no such folder{where}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
 
 
+def _runs_beside(name: str) -> list[str]:
+    """The runs next to the folder that `name` would be: then it is a run's name with a typo, and none on the hub."""
+    parent = Path(name).expanduser().parent
+    return sorted(path.parent.name for path in parent.glob("*/config.toml")) if parent != Path() else []
+
+
 def _page(name: str, kind: str) -> str:
     from huggingface_hub import constants
 
@@ -301,6 +307,8 @@ def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -
     here = _no_folder(name)
     if name.lower().startswith("models/smollm2"):
         return f"{here}. `jetrl fetch smollm2` makes it."
+    if runs := _runs_beside(name):
+        return here if here.endswith("?") else f"{here}. Runs in {Path(name).parent}: {some(runs)}."
     if problem is None:
         return f"{here}, the cache {cache} does not hold {what}, and HF_HUB_OFFLINE is set. Unset it. {bring}"
     why, reached = _why(name, kind, problem)
@@ -372,4 +380,4 @@ def _explained(name: str, kind: str) -> Iterator[None]:
         why, answered = _why(name, kind, cause) if isinstance(cause, HTTPError) else (f"{_brief(cause)}.", False)
         if answered:
             raise UserError(f"{name}: {why}") from error
-        raise UserError(f"{name}: the download broke off: {why} Run again: files that are whole are kept.") from error
+        raise UserError(f"{name}: the download was interrupted: {why} Run again: complete files are kept.") from error

@@ -173,8 +173,8 @@ def _require_replaceable(folder: Path) -> None:
     foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES)]
     if foreign:
         raise UserError(
-            f"{folder} holds {some(foreign)}, which is not part of a model folder, and writing would replace the whole "
-            "folder. Give another path, or remove it."
+            f"{folder} holds {some(foreign)}: no part of a model folder, and writing would replace the whole folder. "
+            "Give another path, or remove what is there."
         )
 
 

@@ -111,7 +111,7 @@ class Attention(Block):
         a: Tensor | QTensor
         if not isinstance(plan, PagedPlan):
             a = attend(q, k, v, plan, self.layer, self.scale).flatten(1)
-        elif (recipe := self.o.recipes[side]) is None:
+        elif (recipe := self.o.recipes[side]) is None or not self.o.reads_codes(side):
             a = attend_cached(q, plan, self.layer, self.scale).flatten(1)
         else:
             a = attend_cached_quantize(q, plan, self.layer, self.scale, recipe.fprop.left.pow2)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
+from jetrl.model.adapter import Adapter
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
 from jetrl.precision.blocks import block as precision
@@ -66,7 +67,7 @@ class Context:
 class Build:
     """What a block is built from: its declaration, its layer, the model, and the dtypes of masters and of forward.
 
-    `master_dtype` None: the model holds no masters.
+    `master_dtype` None: the model holds no masters. `adapter_dtype` is that of adapters' masters.
     """
 
     block: precision.Block
@@ -75,6 +76,7 @@ class Build:
     recipe: Recipe
     master_dtype: torch.dtype | None
     dtype: torch.dtype
+    adapter_dtype: torch.dtype | None = None
 
     def published(self, *shape: int) -> Published:
         """A vector or table."""
@@ -82,11 +84,14 @@ class Build:
 
     def linear(self, role: Role) -> FlowLinear:
         """The linear that the block declares for this role, in the recipe's precision for each side."""
-        shape = self.block.linears(self.spec)[role]
-        return FlowLinear(
+        shape, lora = self.block.linears(self.spec)[role], self.recipe.lora
+        linear = FlowLinear(
             shape.in_size, shape.sections, shape.bias, self.recipes(role), self.master_dtype, self.dtype,
             self.recipe.weight_only(self.layer),
         )
+        if lora is not None and (chosen := lora.adapted(shape.projections)):
+            linear.lora = Adapter(lora, shape.in_size, shape.sections, chosen, self.adapter_dtype, self.dtype)
+        return linear
 
     def recipes(self, role: Role) -> dict[Side, LinearRecipe | None]:
         """The precision of a linear on each side."""
@@ -125,9 +130,9 @@ class Block(nn.Module, ABC):
     def add_norm_for(
         self, linear: FlowLinear, x: Tensor, residual: Tensor | None, side: Side
     ) -> tuple[Tensor | QTensor, Tensor]:
-        """The norm before `linear`, quantized in the same kernel where that linear is FP8."""
+        """The norm before `linear`, quantized in the same kernel where that linear reads codes alone."""
         recipe = linear.recipes[side]
-        if recipe is None:
+        if recipe is None or not linear.reads_codes(side):
             return self._normed(x, residual)
         pow2, norm = recipe.fprop.left.pow2, self.norm
         return pointwise.add_rms_norm_quantize(x, residual, norm.published, self.spec.rms_norm_eps, pow2)

@@ -22,11 +22,12 @@ class Layer(nn.Module):
     """One decoder layer: its blocks, one after another."""
 
     def __init__(
-        self, layer: int, spec: ModelSpec, recipe: Recipe, master: torch.dtype | None, dtype: torch.dtype
+        self, layer: int, spec: ModelSpec, recipe: Recipe, master: torch.dtype | None, dtype: torch.dtype,
+        adapter: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         for block in blocks_of(spec, layer):
-            build = Build(block, layer, spec, recipe, master, dtype)
+            build = Build(block, layer, spec, recipe, master, dtype, adapter)
             self.add_module(block.name, MODULES[block.kind](build))
 
     def blocks(self) -> Iterator[Block]:

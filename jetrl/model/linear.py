@@ -10,6 +10,8 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
 
 With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
 
+Beside either there may be adapters (`adapter.py`), which read x in BF16; the base's weight is frozen then.
+
 BF16: three GEMMs of `published`, which is the rounded master. Under `w8a16` it is code * 2^k, without a rounding, and
 without gradients few rows may read the codes themselves (`kernels.gemm.coded_rows`), with the same bits.
 """
@@ -28,6 +30,7 @@ from jetrl.kernels.pointwise.ops import add
 from jetrl.kernels.qtensor import Granularity, QTensor
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight, weight_values
 from jetrl.kernels.update.gradient import grad_dtype
+from jetrl.model.adapter import Adapter
 from jetrl.model.master import HoldsMasters, Master
 from jetrl.model.published import rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes
@@ -80,16 +83,17 @@ class _BF16Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(x)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x)
         return gemm.bf16_gemm(x, layer.bf16_operand(), x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
         layer, dy, dw = ctx.layer, dy.contiguous(), None
         dx = backend_of(dy).bf16_dgrad(dy, layer.published) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
             dw = layer.master.gradient.add(
                 lambda kept: gemm.bf16_wgrad_into(dy, x, kept), lambda: gemm.bf16_wgrad(dy, x)
             )
@@ -132,6 +136,7 @@ class FlowLinear(HoldsMasters):
         self.weight_only = weight_only is not None
         self.weight = self.parameter("weight", (sum(sections), in_features), master_dtype)
         self.bias = self.parameter("bias", (sum(sections),), master_dtype) if bias else None
+        self.lora: Adapter | None = None
         self.published_bias: Tensor | None = None
         self.published: Tensor = torch.empty(0)  # what BF16 GEMMs read: the rounded weight, or the values of its codes
         self.quantized: QTensor | None = None
@@ -143,6 +148,10 @@ class FlowLinear(HoldsMasters):
     def master(self) -> Master:
         """Of the weight."""
         return self.masters["weight"]
+
+    def reads_codes(self, side: Side) -> bool:
+        """Whether FP8 codes of the input are all that it reads without gradients."""
+        return self.recipes[side] is not None and self.lora is None
 
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
@@ -221,6 +230,11 @@ class FlowLinear(HoldsMasters):
         assert self.quantized is not None, "publish() has not run"
         return weight_values(self.quantized, dtype=torch.float32).to(self.dtype)
 
+    def share_published(self, other: HoldsMasters) -> None:
+        assert isinstance(other, FlowLinear)
+        self.published, self.quantized, self.published_bias = other.published, other.quantized, other.published_bias
+        self._operands, self._stale = other._operands, other._stale
+
     def left_of_frozen(self) -> list[Tensor]:
         found: list[Tensor] = []
         if not self.holds("weight"):
@@ -275,7 +289,7 @@ class FlowLinear(HoldsMasters):
         return gradient.add(lambda kept: gemm.wgrad_into(dy_t, x_t, kept), lambda: gemm.wgrad_gemm(dy_t, x_t))
 
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
-        """`forward` without a gradient; an FP8 layer also accepts an `x` that the kernel before it has quantized."""
+        """`forward` without a gradient; where `reads_codes`, the kernel before may have quantized `x`."""
         recipe = self.recipes[side]
         if recipe is not None:
             x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)
@@ -286,6 +300,9 @@ class FlowLinear(HoldsMasters):
                 y = gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
             else:
                 y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
+        if self.lora is not None:
+            assert isinstance(x, Tensor), "adapters read the BF16 input, never its codes"
+            y = self.lora(x, y)
         if self.published_bias is not None:
             y = add(y, self.published_bias)
         return y
@@ -303,5 +320,7 @@ class FlowLinear(HoldsMasters):
             return self.infer(x, side)  # nothing is kept for a backward pass
         recipe = self.recipes[side]
         if recipe is not None:
-            return self.biased(_FP8Linear.apply(x, self.weight, self, recipe, self.master.trained, keeps_input))
-        return self.biased(_BF16Linear.apply(x, self.weight, self))
+            y = _FP8Linear.apply(x, self.weight, self, recipe, self.master.trained, keeps_input)
+        else:
+            y = _BF16Linear.apply(x, self.weight, self)
+        return self.biased(y if self.lora is None else self.lora(x, y))

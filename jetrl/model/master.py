@@ -113,6 +113,10 @@ class HoldsMasters(nn.Module):
         """What is published of a frozen parameter as one tensor, whole; published again it is the same weight."""
         raise NotImplementedError
 
+    def share_published(self, other: HoldsMasters) -> None:
+        """Of a frozen module: take what another one, frozen and of the same shapes, has published, without a copy."""
+        raise NotImplementedError
+
     def left_of_frozen(self) -> list[Tensor]:
         """All that is left of frozen parameters."""
         raise NotImplementedError
@@ -122,8 +126,8 @@ class HoldsMasters(nn.Module):
         if any(fn(tensor) is not tensor for tensor in self.left_of_frozen() if tensor.numel()):
             raise UserError(
                 "this model holds no master weights, or is frozen in part, so it cannot move to another device or "
-                "type: what it has published cannot be made again. Load it where it is to run: load_model(..., "
-                "device=...)."
+                "type: its published weights could not be made again. Load it on the device it should run on: "
+                "load_model(..., device=...)."
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> HoldsMasters:

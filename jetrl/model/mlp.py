@@ -41,7 +41,9 @@ class MLP(Block):
         normed, residual = self.add_norm_for(self.gate_up, x, residual, side)
         y = self.gate_up.infer(normed, side)
         recipe = self.down.recipes[side]
-        act = pointwise.swiglu(y) if recipe is None else pointwise.swiglu_quantize(y, recipe.fprop.left.pow2)
+        if recipe is None or not self.down.reads_codes(side):
+            return self.down.infer(pointwise.swiglu(y), side), residual
+        act = pointwise.swiglu_quantize(y, recipe.fprop.left.pow2)
         return self.down.infer(act, side), residual
 
     @staticmethod

@@ -62,16 +62,17 @@ class _BF16Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: ExpertLinear, groups: Groups) -> Tensor:
         ctx.layer, ctx.groups = layer, groups
-        ctx.save_for_backward(x)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x)
         return moe.grouped_bf16_gemm(x, layer.bf16_operand(), groups, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
         layer, groups, dy, dw = ctx.layer, ctx.groups, dy.contiguous(), None
         dx = moe.grouped_bf16_dgrad(dy, layer.published, groups) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
             dw = layer.add_in_fp32(lambda grad: moe.grouped_bf16_wgrad_into(dy, x, groups, grad))
         return dx, dw, None, None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from jetrl.model.block import Piece
 from jetrl.model.blocks import MODULES
 from jetrl.precision.blocks.layouts import blocks_of
+from jetrl.precision.lora import Lora
 from jetrl.spec import ModelSpec
 
 
@@ -27,6 +28,34 @@ def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
     if not spec.tie_embeddings:
         table["lm_head.weight"] = (Piece("lm_head.weight", (V, D)),)
     return table
+
+
+def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, ...]]:
+    """Our name of each parameter of adapters -> the tensors whose rows it holds, as PEFT names them within the base."""
+    table: dict[str, tuple[Piece, ...]] = {}
+    for layer in range(spec.num_layers if lora is not None else 0):
+        assert lora is not None
+        for block in blocks_of(spec, layer):
+            names = MODULES[block.kind].checkpoint_names(spec, layer)
+            for role, linear in block.linears(spec).items():
+                bases = [names[f"{role}.weight"][i] for i in lora.adapted(linear.projections)]
+                stems, at = [base.name.removesuffix("weight") for base in bases], f"layers.{layer}.{block.name}.{role}"
+                if not bases:
+                    continue
+                table[f"{at}.lora.a.weight"] = tuple(
+                    Piece(f"{stem}lora_A.weight", (lora.rank, linear.in_size)) for stem in stems
+                )
+                table[f"{at}.lora.b.weight"] = tuple(
+                    Piece(f"{stem}lora_B.weight", (base.shape[0], lora.rank))
+                    for stem, base in zip(stems, bases, strict=True)
+                )
+    return table
+
+
+def adapted_projections(spec: ModelSpec, lora: Lora) -> list[str]:
+    """Those of the adapters' targets that the model has."""
+    present = {piece.name.split(".")[-3] for pieces in adapter_table(spec, lora).values() for piece in pieces}
+    return [name for name in lora.targets if name in present]
 
 
 def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

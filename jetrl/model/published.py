@@ -131,6 +131,11 @@ class Published(HoldsMasters):
         assert not self.holds(kind)
         return self.published
 
+    def share_published(self, other: HoldsMasters) -> None:
+        assert isinstance(other, Published)
+        self.published = other.published
+        self._is_published()
+
     def left_of_frozen(self) -> list[Tensor]:
         return [] if self.holds("weight") else [self.published]
 

@@ -25,17 +25,17 @@ from jetrl.parallel.world import World
 
 
 def shard_model(model: nn.Module, world: World) -> None:
-    """Keep this rank's rows of every matrix of `model`: of its weights, or (meta device) of shapes that `fill` makes
-    weights of. Publish afterwards.
+    """Spread every matrix of `model` over the world's replicas, and keep this rank's rows: of its weights, or (meta
+    device) of shapes that `fill` makes weights of. Publish afterwards.
 
     In a world of one the parameters stay as they are and only learn their sections (for the gradient norm).
     Optimizers come after this: they hold the parameters that it makes.
     """
     for module, sections in _matrices(model):
-        known = module.masters["weight"].shard
-        assert known is None or known == shard(sections, world), "the model is sharded already"
+        known, cut = module.masters["weight"].shard, shard(sections, world.replicas)
+        assert known is None or known == cut, "the model is sharded already"
         if known is None:
-            _cut(module, shard(sections, world))
+            _cut(module, cut)
     device = next((m.param.device for m in masters_of(model).values() if not m.frozen), torch.device("meta"))
     if not world.alone and device.type != "meta":
         model.to(device)  # forgets the operands that were made from published weights
@@ -116,7 +116,7 @@ def digest(model: nn.Module, world: World) -> str:
     """
     masters, frozen = dict(sorted(masters_of(model).items())), frozen_values(model)
     own = {name: [_sha256(frozen[name]())] if m.frozen else _block_digests(m) for name, m in masters.items()}
-    every = world.gather(own)
+    every = world.replicas.gather(own)
     total = hashlib.sha256()
     for name, m in masters.items():
         held = every[:1] if m.split is None else every

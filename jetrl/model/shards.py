@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a matrix with these `sections` of rows is spread over `world`: `rows` and `blocks` of each rank."""
+    """How a matrix with these `sections` of rows is spread over `world`, the replicas: `rows` and `blocks` of each."""
 
     world: World
     sections: tuple[int, ...]

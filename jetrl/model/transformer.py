@@ -23,6 +23,7 @@ from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
 from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.model.adapter import first_values, is_adapter
 from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
@@ -67,7 +68,8 @@ class Transformer(nn.Module):
     `dtype` is BF16; FP32 exists to check the definition against other implementations. Master weights are FP32 or BF16.
     Call `publish` after loading or changing weights: forward reads the published copies only. `master_dtype` None: no
     masters are held, `publish_values` takes the place of `publish`, and a backward pass is refused. `freeze` does the
-    same to some of the parameters: the others are trained.
+    same to some of the parameters: the others are trained. Where the recipe has adapters (`precision.lora`), they
+    alone have masters, and all else is frozen from the start.
     """
 
     cos: Tensor
@@ -82,9 +84,13 @@ class Transformer(nn.Module):
         assert recipe.kv_cache in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {recipe.kv_cache}"
         self.spec, self.recipe, self.dtype = spec, recipe, dtype
         self.activation_checkpointing, self.lean_backward = activation_checkpointing, lean_backward
-        self.master_dtype = master_dtype
+        self.master_dtype, adapter_dtype = master_dtype, master_dtype
+        if recipe.lora is not None:
+            master_dtype = None
         self.embed = Embedding((spec.vocab_size, spec.hidden_size), master_dtype, dtype, spec.tie_embeddings)
-        self.layers = nn.ModuleList(Layer(i, spec, recipe, master_dtype, dtype) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(i, spec, recipe, master_dtype, dtype, adapter_dtype) for i in range(spec.num_layers)
+        )
         self.norm = Published((spec.hidden_size,), master_dtype, dtype)
         if not spec.tie_embeddings:
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
@@ -93,6 +99,7 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
+        self.base_digest: str | None = None  # of a frozen base (`adapter.BaseHash`), where it was taken
         self._note = Note()
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):
@@ -136,7 +143,7 @@ class Transformer(nn.Module):
             owner, _, kind = name.rpartition(".")
             module = self.get_submodule(owner)
             if not isinstance(module, HoldsMasters):
-                raise UserError(f"freeze: {name} is no parameter of a linear, norm or table: it is not published.")
+                raise UserError(f"freeze: {name} is not published: it belongs to no linear, norm or table.")
             module.freeze(kind)
         self._note.drop(chosen)
         return self
@@ -156,7 +163,8 @@ class Transformer(nn.Module):
 
     def random_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """By parameter, one at a time, FP32 on the CPU: Normal(0, 0.02) matrices (those that write the residual scaled
-        by 1/sqrt(2 L)), zero biases, unit norms. Of a sharded matrix the whole is drawn, and this rank's rows given."""
+        by 1/sqrt(2 L)), zero biases, unit norms. Of a sharded matrix the whole is drawn, and this rank's rows given.
+        Adapters come last, as `adapter.first_values` has them: the base is what it is without them."""
         generator = torch.Generator().manual_seed(seed)
         writers = {
             f"layers.{layer}.{block}.{role}.weight"
@@ -165,7 +173,7 @@ class Transformer(nn.Module):
             if linear.writes_residual
         }
         masters = masters_of(self)
-        for name, shape, cut in [(name, m.whole_shape(), m.split) for name, m in masters.items()]:
+        for name, shape, cut in [(n, m.whole_shape(), m.split) for n, m in masters.items() if not is_adapter(n)]:
             if len(shape) == 1:
                 yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
                 continue
@@ -173,6 +181,7 @@ class Transformer(nn.Module):
             whole = torch.randn(shape, generator=generator).mul_(std)
             yield name, whole if cut is None else cut.own(whole)
             del whole  # before the next one is drawn
+        yield from first_values(self, seed)
 
     def publish(self, flips: Flips | None = None) -> Transformer:
         """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
@@ -208,6 +217,14 @@ class Transformer(nn.Module):
             missing.remove(name)
             self._publish_value(name, value)
         assert not missing, f"no value for {sorted(missing)}"
+        self._head_operand = None
+        return self
+
+    @torch.no_grad()
+    def publish_frozen(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
+        """Publish other values, whole, of frozen parameters: what was published of them before is gone."""
+        for name, value in values:
+            self._publish_value(name, value)
         self._head_operand = None
         return self
 

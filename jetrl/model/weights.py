@@ -13,7 +13,7 @@ from torch import Tensor
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Piece
 from jetrl.model.linear import FlowLinear
-from jetrl.model.names import tensor_table
+from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.published import Published
 from jetrl.model.transformer import Transformer
 from jetrl.precision.blocks.layouts import linears_of
@@ -29,7 +29,7 @@ class PublishedWeights(Mapping[str, WeightTensor]):
     A linear that the rollout computes in FP8 gives its E4M3 codes and block scales, even where training is BF16
     (`fp8_rollout`), and so does one of `w8a16`, whose BF16 GEMMs read code * scale. All others, norms, embedding and
     biases give the values in `dtype` (BF16). Fused projections are split into their rows. A tied lm_head is the
-    embedding, and appears only under the embedding's name.
+    embedding, and appears only under the embedding's name. Adapters come last, in BF16, named as PEFT does.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -39,7 +39,8 @@ class PublishedWeights(Mapping[str, WeightTensor]):
 
     def _place(self) -> dict[str, tuple[str, int]]:
         if self._places is None:
-            self._table = tensor_table(self._model.spec)
+            spec = self._model.spec
+            self._table = tensor_table(spec) | adapter_table(spec, self._model.recipe.lora)
             self._places = {
                 piece.name: (ours, i) for ours, pieces in self._table.items() for i, piece in enumerate(pieces)
             }
@@ -94,7 +95,8 @@ def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     A linear that a side computes in FP8 has E4M3 codes and an FP32 scale for each 128x128 block; one that a side
     computes in BF16 has BF16 values, and under `w8a16` both. The embedding, the lm_head, norms and biases are BF16.
     """
-    total = sum(2 * prod(piece.shape) for pieces in tensor_table(spec).values() for piece in pieces)
+    tables = tensor_table(spec) | adapter_table(spec, recipe.lora)
+    total = sum(2 * prod(piece.shape) for pieces in tables.values() for piece in pieces)
     for layer in range(spec.num_layers):
         for (_, role), shape in linears_of(spec, layer).items():
             sides = [recipe.linear(layer, role, side) for side in get_args(Side)]

@@ -3,6 +3,11 @@
 Everything that crosses ranks goes through here, so a run in one process is the same code with `ALONE`. Ranks must make
 the same calls in the same order. Objects travel by gloo, tensors by the backend of their device (gloo or NCCL). Each
 call has a time limit (`parallel.watch`), and one that fails raises `LostContact`.
+
+A world has two groups, which are worlds too. `replicas` are the ranks that share the work: prompts and micro-batches
+are dealt to them, sums go over them, and rows of masters are spread over them. `shards` are the ranks that compute one
+replica's forward pass together, each with a part of every weight, so they see the same work. Runs have one shard: all
+ranks are replicas, `replicas` is the world itself and `shards` is `ALONE`. `World.in_shards` makes others.
 """
 
 from __future__ import annotations
@@ -10,12 +15,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +34,7 @@ from jetrl.parallel.progress import PROGRESS, LostContact
 # torch 2.13 has given it another name, and warns of the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 T = TypeVar("T")
-_WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in the store
+_WAITS: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))  # of `await_all`, by group
 
 
 @contextmanager
@@ -55,17 +61,70 @@ def contact(name: str, moved: Tensor | None = None) -> Iterator[None]:
         raise LostContact(f"{name}: {error}") from error
 
 
+class Groups(NamedTuple):
+    """What `World.in_shards` makes."""
+
+    replicas: World
+    shards: World
+
+
 @dataclass(frozen=True, slots=True)
 class World:
-    """One process among `size`. `local_rank` numbers those of its host, and so its GPU."""
+    """One process among `size`. `local_rank` numbers those of its host, and so its GPU.
+
+    `process_group` and its `name` are those of a part of the ranks, which `rank` numbers anew; None: all of them.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    process_group: dist.ProcessGroup | None = None
+    name: str = ""
+    groups: Groups | None = None
 
     @property
     def alone(self) -> bool:
         return self.size == 1
+
+    @property
+    def replicas(self) -> World:
+        """This rank and those of other replicas that hold the same part of each weight: they share the work."""
+        return self if self.groups is None else self.groups.replicas
+
+    @property
+    def shards(self) -> World:
+        """The ranks of this replica: together they hold each weight once, and do the same work."""
+        return ALONE if self.groups is None else self.groups.shards
+
+    def in_shards(self, shards: int, timeout: timedelta | None = None) -> World:
+        """The same ranks as replicas of `shards` neighbours each. A collective; only of all ranks of a run.
+
+        `timeout` is that of the new process groups. `parallel.watch` names who is late to a collective of all ranks,
+        but not in these. ValueError if the replicas would not be equal.
+        """
+        assert self.process_group is None and self.groups is None, "a part of the ranks has no groups"
+        if shards < 1 or self.size % shards:
+            raise ValueError(f"{self.size} ranks cannot be replicas of {shards} ranks each.")
+        if shards == 1:
+            return self
+        grid = [range(first, first + shards) for first in range(0, self.size, shards)]
+        across = self._part("replicas", list(zip(*grid, strict=True)), timeout)
+        return replace(self, groups=Groups(across, self._part("shards", grid, timeout)))
+
+    def _part(self, kind: str, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> World:
+        """The one of `parts` that has this rank. Every rank makes the groups of all."""
+        groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
+        here = next(i for i, ranks in enumerate(parts) if self.rank in ranks)
+        place = parts[here].index(self.rank)
+        return World(place, len(parts[here]), self.local_rank, groups[here], f"{kind}{here}")
+
+    def _collective(self, name: str, moved: Tensor | None = None) -> AbstractContextManager[None]:
+        # a count that only some ranks have would make others look late
+        return collective(name, moved) if self.process_group is None else contact(name, moved)
+
+    def _of_run(self, rank: int) -> int:
+        """The number that a rank of this world has in the run."""
+        return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
 
     @property
     def first(self) -> bool:
@@ -83,7 +142,7 @@ class World:
         """
         if self.alone:
             return
-        arrived, pause = self.counter(f"wait/{next(_WAITS)}"), 0.001
+        arrived, pause = self.counter(f"wait/{next(_WAITS[self.name])}"), 0.001
         here = arrived(1)
         while here < self.size:
             time.sleep(pause)
@@ -95,8 +154,8 @@ class World:
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
-        with collective("gather"):
-            dist.all_gather_object(found, value)
+        with self._collective("gather"):
+            dist.all_gather_object(found, value, group=self.process_group)
         return found
 
     def collect(self, value: Any) -> list[Any]:
@@ -104,8 +163,8 @@ class World:
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size if self.first else []
-        with collective("collect"):
-            dist.gather_object(value, found if self.first else None)
+        with self._collective("collect"):
+            dist.gather_object(value, found if self.first else None, self._of_run(0), self.process_group)
         return found
 
     def part(self, of: Sequence[T]) -> Sequence[T]:
@@ -117,8 +176,8 @@ class World:
         if self.alone:
             return value
         held = [value]
-        with collective("share"):
-            dist.broadcast_object_list(held, src=source)
+        with self._collective("share"):
+            dist.broadcast_object_list(held, self._of_run(source), self.process_group)
         return held[0]
 
     def send_rows(self, whole: Tensor, rows: Sequence[int], senders: int) -> tuple[Tensor, Callable[[], None]]:
@@ -135,8 +194,10 @@ class World:
         received = whole.new_empty(senders * own, *whole.shape[1:])
         incoming = [own if r < senders else 0 for r in range(self.size)]
         outgoing = list(rows) if sends else [0] * self.size
-        with collective("send_rows", whole):
-            work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
+        with self._collective("send_rows", whole):
+            work = dist.all_to_all_single(
+                _plain(received), _plain(whole), incoming, outgoing, self.process_group, async_op=True
+            )
 
         def wait() -> None:
             with contact("send_rows", whole):
@@ -150,13 +211,13 @@ class World:
         if self.alone:
             return
         parts = list(_plain(whole).split(list(rows)))
-        with collective("gather_rows", whole):
+        with self._collective("gather_rows", whole):
             if len(set(rows)) == 1:
-                _all_gather(_plain(whole), parts[self.rank])
+                _all_gather(_plain(whole), parts[self.rank], self.process_group)
                 return
             for source, part in enumerate(parts):
                 if part.numel():
-                    dist.broadcast(part, src=source)
+                    dist.broadcast(part, self._of_run(source), self.process_group)
 
     def counter(self, name: str) -> Callable[[int], int]:
         """`add(n)`: adds `n` to the number that all ranks share under `name`, at once, and returns it after that.
@@ -165,7 +226,8 @@ class World:
         """
         if self.alone:
             return _Counter()
-        return lambda n: _asked(store(), f"counter/{name}", n)
+        key = f"counter/{self.name and self.name + '/'}{name}"
+        return lambda n: _asked(store(), key, n)
 
 
 ALONE = World()

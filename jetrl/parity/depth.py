@@ -29,7 +29,7 @@ from jetrl.parity.model_under_test import Subject
 from jetrl.parity.rows import NoText, Packed, page_size_of
 from jetrl.precision.flow import flow_digest
 from jetrl.run.engines import build_engine, require_engine
-from jetrl.run.prepare import load_spec
+from jetrl.run.prepare import load_spec, model_source
 from jetrl.types import Completion, Engine, Request, SamplingParams, WeightSet
 
 _FIRST = 8  # tokens of the first turn, its answer included
@@ -124,7 +124,7 @@ def depths_of(
     found = [measure_depth(model, own_engine(model, work, digest), work, subject.name, "jetrl", digest, progress)]
     if beside:
         tokenizer, _, base = load_spec(config)
-        engine = build_engine(config, model, tokenizer, base)
+        engine = build_engine(config, model, tokenizer, base, model_source(config))
         try:
             found.append(measure_depth(model, engine, work, subject.name, "vLLM", digest, progress))
         finally:
@@ -138,8 +138,8 @@ def _with_vllm(subject: Subject, work: DepthWork, beside: str) -> Config:
         raise UserError(f"--beside {beside}: only vllm can be measured beside jetrl's own engine.")
     if config.quant.kv_cache == "fp8":
         raise UserError(
-            "--beside vllm: with an FP8 cache training rounds keys and values as jetrl's cache does, and vLLM's has "
-            "other scales. Give --kv-cache bf16."
+            "--beside vllm: with an FP8 cache, training rounds keys and values as jetrl's cache does, and vLLM's cache "
+            "has different scales. Give --kv-cache bf16."
         )
     rollout = config.rollout.model_copy(update={
         "engine": "vllm", "max_response_length": work.depth - _FIRST, "max_num_seqs": max(2, work.conversations),

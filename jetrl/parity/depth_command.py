@@ -20,11 +20,12 @@ _PICTURE = Path("parity-depth.svg")
 
 
 def measured(
-    named: tuple[str, str, str, str, str | None], depth: int, turns: int, svg: Path | None, beside: str,
-    as_json: bool, out: Console,
+    named: tuple[str, str, str, str, str | None, tuple[str, ...]], depth: int, turns: int, svg: Path | None,
+    beside: str, as_json: bool, out: Console,
 ) -> int:
     """The status: 0 if jetrl's engine has the learner's bits at every depth. `named`: model, precision, device, format
-    of the cache and revision. Picture and JSON are written next to each other; with `as_json` only where `svg` says so.
+    of the cache, revision and settings of [lora]. Picture and JSON are written next to each other; with `as_json` only
+    where `svg` says so.
     """
     picture = svg or _PICTURE
     if picture.suffix != ".svg":

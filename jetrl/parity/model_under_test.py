@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,26 +14,32 @@ from torch import Tensor
 
 from jetrl.config import Config, load_config, resolve, switched_off
 from jetrl.config.shipped import find_recipe, shipped
-from jetrl.config.toml import read_toml
+from jetrl.config.toml import read_toml, split_override
 from jetrl.errors import UserError
 from jetrl.huggingface import export, hub
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import RECORD, is_adapters, read_adapters
 from jetrl.kernels.dispatch import select
-from jetrl.model.master import accumulate_in
+from jetrl.model.adapter import draw_adapters
+from jetrl.model.master import accumulate_in, masters_of
+from jetrl.model.names import adapted_projections
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe, recipe_of
-from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source
+from jetrl.run.prepare import adapters_in, check_experts, check_lora, check_sizes, load_spec, model_source
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside
 
+_SEED = 0  # of drawn adapters
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What `jetrl parity` certifies. `formats` says in words which precision and KV cache, and where from."""
+    """What `jetrl parity` certifies. `formats` says in words which precision and KV cache, and where from. `draws`: its
+    adapters are none that were trained."""
 
     config: Config
     spec: ModelSpec
@@ -41,20 +47,29 @@ class Subject:
     name: str
     formats: str
     random: bool  # drawn on the device: there is nothing to read
+    draws: bool = False
 
     def published(self) -> Transformer:
-        """The model without masters."""
+        """The model without masters. Adapters are drawn: those that begin as nothing would certify nothing."""
         if self.random:
-            return _drawn(self.config, self.spec, self.recipe, None)
-        return build_published(self.config, self.spec, self.recipe)
+            model = _drawn(self.config, self.spec, self.recipe, None)
+        else:
+            model = build_published(self.config, self.spec, self.recipe)
+        if self.draws:
+            draw_adapters(model, _SEED)
+        return model
 
     def trained(self, config: Config, world: World) -> Transformer:
         """The model with the masters that `config.train` asks for, cut for `world` and published. A collective."""
         if not self.random:
-            return build_model(config, self.spec, self.recipe, world=world)
+            model = build_model(config, self.spec, self.recipe, world=world)
+            if self.draws:
+                draw_adapters(model, _SEED)
+            return model.publish()
         model = _drawn(config, self.spec, self.recipe, getattr(torch, config.train.master_dtype))
         model.activation_checkpointing = config.train.activation_checkpointing
         shard_model(model, world)
+        draw_adapters(model, _SEED)
         model.publish()
         accumulate_in(model, getattr(torch, config.train.grad_dtype))
         return model
@@ -69,13 +84,18 @@ def load_for_parity(
 
 
 def subject_of(
-    model: str, precision: str, device: str, kv_cache: str = "", revision: str | None = None
+    model: str, precision: str, device: str, kv_cache: str = "", revision: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> Subject:
     """The model of `jetrl parity`: from a folder, the hub or a recipe, or a random one (`random:SHAPE`, or with fewer
     layers `random:SHAPE:LAYERS`; none: the quickstart's). What must be downloaded is on the disk then.
 
     Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a BF16 cache.
+    `overrides` are settings of [lora]: adapters, drawn at random, beside the model's linears.
     """
+    if model.startswith("lora.") and "=" in model:
+        model, overrides = "", (model, *overrides)
+    lora = _adapters(overrides)
     if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
         raise UserError(f"revision {revision} (--revision) is for a model of the hub, such as Qwen/Qwen3-0.6B.")
     formats = _chosen(None, "", precision, kv_cache)[1]
@@ -85,11 +105,11 @@ def subject_of(
             raise UserError(
                 f"{model}: {layers!r} is not a number of layers. Write random:SHAPE or random:SHAPE:LAYERS."
             )
-        config, spec = _random_shape(shape, precision, device, kv_cache, int(layers or 0))
-        return Subject(config, spec, recipe_of(config, spec), model, formats, random=True)
+        config, spec = _random_shape(shape, precision, device, kv_cache, int(layers or 0), lora)
+        return _subject(config, spec, model, formats, random=True)
     if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
         given = (("device", device), ("precision", precision), ("quant.kv_cache", kv_cache))
-        config = load_config(find_recipe(model), [f"{key}={value}" for key, value in given if value])
+        config = load_config(find_recipe(model), [*(f"{key}={value}" for key, value in given if value), *overrides])
         config = resolve(config, cuda_available=torch.cuda.is_available())
         said = trained.Trained(config.precision, {"kv_cache": config.quant.kv_cache})
         formats = _chosen(said, model, precision, kv_cache)[1]
@@ -100,7 +120,9 @@ def subject_of(
         rollout = {} if run is None else read_toml(run / "config.toml").get("rollout", {})
         if (sampler := rollout.get("engine", "jetrl")) != "jetrl":
             formats += f". The run sampled with {sampler}; this certificate is of jetrl's own engine"
-        config = config_for(data | {"model": {"path": str(folder)}}, device)
+        if lora and "lora" in data:
+            raise UserError(f"{overrides[0]}: {folder} has adapters of its own. Leave the setting out.")
+        config = config_for(data | {"model": {"path": str(folder)}} | lora, device)
     else:
         arch: dict[str, Any] = {
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
@@ -109,10 +131,32 @@ def subject_of(
         }
         data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
         data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _chosen(None, "", precision, kv_cache)[0]
+        data |= lora
         config = config_for(data, device)
     _, spec, _ = load_spec(config)
     model_source(config, weights=True)
-    return Subject(config, spec, recipe_of(config, spec), model or "a random Qwen3", formats, random=False)
+    return _subject(config, spec, model or "a random Qwen3", formats, random=False)
+
+
+def _subject(config: Config, spec: ModelSpec, name: str, formats: str, random: bool) -> Subject:
+    recipe = recipe_of(config, spec)
+    check_lora(config, spec)
+    draws = recipe.lora is not None and adapters_in(config) is None
+    if recipe.lora is not None:
+        beside = ", ".join(adapted_projections(spec, recipe.lora))
+        formats += f", adapters of rank {recipe.lora.rank}{', drawn at random,' if draws else ''} beside {beside}"
+    return Subject(config, spec, recipe, name, formats, random, draws)
+
+
+def _adapters(overrides: Sequence[str]) -> dict[str, Any]:
+    """The table [lora] that overrides make, as part of a config's; empty without any."""
+    said = dict(map(split_override, overrides))
+    if wrong := [key for key in said if not key.startswith("lora.")]:
+        raise UserError(
+            f"{wrong[0]}: a certificate takes settings of [lora] alone, such as lora.rank=8. Give precision and cache "
+            "by --precision and --kv-cache."
+        )
+    return {"lora": {key.removeprefix("lora."): value for key, value in said.items()}} if said else {}
 
 
 @contextmanager
@@ -142,12 +186,13 @@ def random_model(
 
 
 def _random_shape(
-    shape: str, precision: str, device: str, kv_cache: str, layers: int | None = None
+    shape: str, precision: str, device: str, kv_cache: str, layers: int | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> tuple[Config, ModelSpec]:
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
     model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
-    config = config_for(model_table | _chosen(None, "", precision, kv_cache)[0], device)
+    config = config_for(model_table | _chosen(None, "", precision, kv_cache)[0] | dict(lora or {}), device)
     return config, replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
 
 
@@ -172,8 +217,12 @@ def _drawn(config: Config, spec: ModelSpec, recipe: Recipe, master_dtype: torch.
         named = list(model.named_parameters())
         return model.publish_values((name, drawn(empty(p.shape))) for name, p in named)
     with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(drawn(empty(p.shape)))
+        for name, master in masters_of(model).items():
+            value = drawn(empty(master.param.shape))
+            if master.frozen:
+                model.publish_frozen([(name, value)])
+            else:
+                master.param.copy_(value)
     return model
 
 
@@ -212,13 +261,20 @@ def as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) ->
     """Precision and [quant] of a config for a model folder, and in words which were chosen and from where.
 
     What is given wins; then what the folder's config.json says; then the run that it belongs to (folders of earlier
-    versions say nothing); then fp8 with a BF16 cache.
+    versions say nothing); then fp8 with a BF16 cache. With adapters there is a table [lora], too.
     """
-    said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
+    lora: dict[str, Any] = {}
+    if is_adapters(folder):
+        found = read_adapters(folder)
+        said, source = trained.trained_of({trained.KEY: found.trained}, folder), f"{folder / RECORD}"
+        lora = {"lora": found.settings()}
+    else:
+        said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
     if said is None and run is not None:
         config, source = load_config(run / "config.toml"), f"{run / 'config.toml'}"
         said = trained.Trained(config.precision, config.quant.model_dump(mode="json"))
-    return _chosen(said, source, precision, kv_cache)
+    chosen, formats = _chosen(said, source, precision, kv_cache)
+    return chosen | lora, formats
 
 
 def _chosen(

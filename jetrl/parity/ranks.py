@@ -134,7 +134,7 @@ def rollout_links(
     progress(samples_link.__doc__ or "")
     rollout, samples = samples_link(model, work, world)
     samples = merged(world, samples)
-    batch = packed(rollout, world.size)
+    batch = packed(rollout, world.replicas.size)
     progress(logprobs_link.__doc__ or "")
     return [samples, merged(world, logprobs_link(model, batch, world))], batch
 
@@ -163,7 +163,7 @@ def samples_link(model: Transformer, work: Workload, world: World) -> tuple[Roll
     sampling = SamplingParams(work.new_tokens, stop_token_ids=tuple(range(0, vocabulary, 32)), seed=work.seed)
     asked = RolloutRequest(sampling, _SAMPLES, STEP_STRIDE)
     number = len(prompts) * _SAMPLES
-    slots = max(1, number // (3 * world.size))  # most of the work is shared as slots fall free
+    slots = max(1, number // (3 * world.replicas.size))  # most of the work is shared as slots fall free
     shared = roll_out(_engine(model, work, slots), prompts, asked, queues=Queues(world, slots))
     alone = roll_out(_engine(model, work, number), prompts, asked)
     rows = different = 0
@@ -224,7 +224,7 @@ def logprobs_link(model: Transformer, batch: PackedBatch, world: World) -> LinkR
     start = time.perf_counter()
     rows = different = 0
     worst, first = 0.0, None
-    for number in range(world.rank, len(batch.micro_batches), world.size):
+    for number in range(world.replicas.rank, len(batch.micro_batches), world.replicas.size):
         micro = to_device(batch.micro_batches[number], model.head_weight.device)
         index = micro.loss_mask.nonzero()[:, 0]
         hidden = learners_forward(model, forward_batch(micro))[index]

@@ -94,8 +94,14 @@ class _Backward(_Builder):
             within = stream.startswith(f"layers.{layer}.")
             name = f"{stream}.grad" if within else f"layers.{layer}.input.grad"
             dy = self.op(name, "add", {"residual": dy, "y": dx})
-        self.weight_gradient("embed.weight", self.op("embed.wgrad", "weight_sum", {"dy": dy}, FP32))
+        if self.trains_base:
+            self.weight_gradient("embed.weight", self.op("embed.wgrad", "weight_sum", {"dy": dy}, FP32))
         self.op("optimizer", "optimizer", self.gradients, FP32)
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether all parameters but adapters' have gradients: there are no adapters."""
+        return self.recipe.lora is None
 
     def saved(self, name: str, out: Format = BF16) -> str:
         return self.leaf(f"{name}.saved", "saved", out)
@@ -108,7 +114,8 @@ class _Backward(_Builder):
 
     def norm(self, name: str, dy: str, x: str) -> str:
         inputs = {"dy": dy, "x": x}
-        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", "weight_sum", inputs, FP32))
+        if self.trains_base:
+            self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", "weight_sum", inputs, FP32))
         return self.op(f"{name}.dgrad", "rms_norm_backward", inputs | {"weight": self.leaf(f"{name}.weight")})
 
     def fp8_linear(
@@ -117,6 +124,8 @@ class _Backward(_Builder):
         assert linear.saved_activation == linear.wgrad.right, "backward keeps x in the format that wgrad reads"
         dy_q = self.op(f"{name}.quantize_dy", "quantize", {"x": dy}, linear.dgrad.left, {"sections": sections})
         weight = self.saved(f"{name}.quantize_weight", linear.dgrad.right)
+        if not self.trains_base:
+            return self.op(f"{name}.dgrad", op, {"dy": dy_q, "weight": weight}, linear.grad)
         dy_t = self.op(f"{name}.quantize_dy_t", "quantize", {"x": dy}, linear.wgrad.left)
         x_t = self.op(f"{name}.quantize_x_t", "quantize", {"x": x}, linear.saved_activation)
         self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", op, {"dy": dy_t, "x": x_t}, linear.weight_grad))
@@ -126,7 +135,8 @@ class _Backward(_Builder):
         self, name: str, weight: str, dy: str, x: str, op: str = "gemm", codes: Format | None = None
     ) -> str:
         """`codes`: what dgrad reads instead of the weight itself."""
-        self.weight_gradient(weight, self.op(f"{name}.wgrad", op, {"dy": dy, "x": x}, FP32))
+        if self.trains_base:
+            self.weight_gradient(weight, self.op(f"{name}.wgrad", op, {"dy": dy, "x": x}, FP32))
         read = self.leaf(weight) if codes is None else self.saved(f"{name}.quantize_weight", codes)
         return self.op(f"{name}.dgrad", op, {"dy": dy, "weight": read})
 
@@ -166,7 +176,7 @@ class BlockForward(_Scope):
     def linear(self, role: Role, x: str) -> str:
         """The GEMM of a role, after the quantizers that the recipe puts there, and its bias."""
         shape, builder = self.block.linears(self.spec)[role], self._builder
-        linear = self.recipe.linear(self.layer, role, self.side)
+        linear, given = self.recipe.linear(self.layer, role, self.side), x
         weight = builder.leaf(self.at(f"{role}.weight"))
         codes = self.recipe.weight_only(self.layer) if linear is None else linear.fprop.right
         if linear is not None:
@@ -179,10 +189,22 @@ class BlockForward(_Scope):
         sizes: dict[str, Attribute] = {"out_sections": shape.out_sections, "in_size": shape.in_size}
         op = "grouped_gemm" if shape.experts else "gemm"
         sizes |= {"experts": shape.experts} if shape.experts else {}
-        y = self.op(role, op, inputs, out, **sizes)
+        y = self._adapted(role, given, self.op(role, op, inputs, out, **sizes))
         if shape.bias:
             y = self.op(f"{role}_bias", "add", {"x": y, "bias": builder.leaf(self.at(f"{role}.bias"))})
         return y
+
+    def _adapted(self, role: Role, x: str, y: str) -> str:
+        """The output `y` of a linear with what its adapters make of its input `x`, as it is before a quantizer."""
+        shape, lora, builder = self.block.linears(self.spec)[role], self.recipe.lora, self._builder
+        chosen = () if lora is None else lora.adapted(shape.projections)
+        if lora is None or not chosen:
+            return y
+        a, b = (builder.leaf(self.at(f"{role}.lora.{name}.weight")) for name in "ab")
+        ranks = (lora.rank,) * len(chosen)
+        u = self.op(f"{role}_shrink", "gemm", {"x": x, "weight": a}, out_sections=ranks, in_size=shape.in_size)
+        inputs = {"y": y, "u": u, "weight": b}
+        return self.op(f"{role}_expand", "add_adapters", inputs, scale=lora.scale, projections=chosen)
 
 
 class BlockBackward(_Scope):
@@ -201,21 +223,37 @@ class BlockBackward(_Scope):
     def linear(self, role: Role, dy: str, x: str) -> str:
         """All gradients of a linear that read the output of `x` (a name in the layer). Returns that of x's gradient."""
         shape, name, builder = self.block.linears(self.spec)[role], self.at(role), self._builder
-        if shape.bias:
+        if shape.bias and builder.trains_base:
             wgrad = self.op(f"{role}_bias.wgrad", "weight_sum", {"dy": dy}, FP32)
             builder.weight_gradient(f"{name}.bias", wgrad)
         linear = self.recipe.linear(self.layer, role, self.side)
         op = "grouped_gemm" if shape.experts else "gemm"
         if linear is None:
             codes = self.recipe.weight_only(self.layer)
-            return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x), op, codes)
-        if shape.experts:
-            linear = linear.with_row_wgrad()
-        return builder.fp8_linear(name, linear, dy, self.saved(x), shape.out_sections, op)
+            dx = builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x), op, codes)
+        else:
+            linear = linear.with_row_wgrad() if shape.experts else linear
+            dx = builder.fp8_linear(name, linear, dy, self.saved(x), shape.out_sections, op)
+        return self._adapted(role, dy, x, dx)
+
+    def _adapted(self, role: Role, dy: str, x: str, dx: str) -> str:
+        """The gradients of a linear's adapters, and that of its input with theirs added to the base's `dx`."""
+        shape, lora = self.block.linears(self.spec)[role], self.recipe.lora
+        name, builder = self.at(role), self._builder
+        if lora is None or not lora.adapted(shape.projections):
+            return dx
+        a, b = (builder.leaf(f"{name}.lora.{which}.weight") for which in "ab")
+        inputs, scale = {"dy": dy, "u": self.saved(f"{role}_shrink")}, lora.scale
+        builder.weight_gradient(b, self.op(f"{role}_expand.wgrad", "scaled_gemm", inputs, FP32, scale=scale))
+        du = self.op(f"{role}_expand.dgrad", "add_adapters_backward", {"dy": dy, "weight": b}, scale=scale)
+        builder.weight_gradient(a, self.op(f"{role}_shrink.wgrad", "gemm", {"dy": du, "x": self.saved(x)}, FP32))
+        own = self.op(f"{role}_shrink.dgrad", "gemm", {"dy": du, "weight": a})
+        return self.op(f"{role}.dgrad_sum", "add", {"x": dx, "y": own})
 
     def router(self, name: str, dy: str, x: str) -> str:
         """The gradients of the router `name`, from that of its FP32 logits; FP32 sums. Returns that of x's gradient."""
         builder, full = self._builder, self.at(name)
-        wgrad = self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": self.saved(x)}, FP32)
-        builder.weight_gradient(f"{full}.weight", wgrad)
+        if builder.trains_base:
+            wgrad = self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": self.saved(x)}, FP32)
+            builder.weight_gradient(f"{full}.weight", wgrad)
         return self.op(f"{name}.dgrad", "gemm", {"dy": dy, "weight": builder.leaf(f"{full}.weight")})

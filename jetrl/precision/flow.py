@@ -134,7 +134,7 @@ def require_unified(spec: ModelSpec, recipe: Recipe) -> None:
         return
     count = f"{len(differences)} place{'s' if len(differences) > 1 else ''}"
     raise UserError(
-        f"precision = {recipe.name!r}: the rollout computes another function than the training forward, in {count}:\n"
+        f"precision = {recipe.name!r}: the rollout and the training forward compute different functions, in {count}:\n"
         + "".join(f"  {line}\n" for line in fold_differences(differences))
         + "Use precision = 'fp8', 'w8a16' or 'bf16', where both sides have one flow."
     )

@@ -33,6 +33,9 @@ ROUNDING: Mapping[str, str] = {
     "gemm": "fp32 sum over K, rounded once to the output",
     "grouped_gemm": "as a gemm, each row by its expert's matrix",
     "add": "fp32 addition, rounded once to bf16",
+    "add_adapters": "fp32 sum over the rank, an fp32 product with scale, an fp32 addition, rounded once to bf16",
+    "add_adapters_backward": "fp32 sum over the rows of b, an fp32 product with scale, rounded once to bf16",
+    "scaled_gemm": "fp32 sum over tokens, an fp32 product with scale",
     "logprob": "fp32 logits / temperature; float64 log-sum-exp, rounded once to fp32",
     "logprob_backward": "p - onehot rounded once to bf16, times a factor of the row in fp32 (with an entropy gradient: "
     "the gradient of fp32 logits made again, rounded once to bf16)",

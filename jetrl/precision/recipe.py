@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 from jetrl.choices import CacheKind, Precision, ScaleKind, WgradKind
 from jetrl.errors import UserError
 from jetrl.precision.formats import BF16, FP32, Format, act_1x128, act_128x128, kv_head, weight_128x128, wgrad_128x1
+from jetrl.precision.lora import Lora, expanded
 from jetrl.spec import ModelSpec
 from jetrl.types import Side
 
@@ -58,6 +59,8 @@ class Recipe:
     same way before training's attention, even where the GEMMs are BF16 (first and last layers, training under
     `fp8_rollout`, all of them under `w8a16`).
 
+    `lora`: adapters beside the linears, which are frozen then, as all else is; None: none.
+
     `w8a16`: weights are codes with scales of 2^k, and both sides multiply BF16 activations by code * 2^k, which is a
     BF16 number. So its linears are BF16 GEMMs (`linear` is None) of weights that are codes (`weight_only`).
     """
@@ -71,6 +74,7 @@ class Recipe:
     kv_cache: Format = BF16
     wgrad: WgradKind = "row"
     saved_gate_up: CacheKind = "bf16"
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.name, get_args(Precision))
@@ -81,7 +85,7 @@ class Recipe:
         if self.saved_gate_up == "fp8" and self.wgrad == "row":
             raise UserError("quant.saved_gate_up = 'fp8' has no effect with quant.wgrad = 'row'; set 'tile' there.")
         if self.name == "bf16" and self.kv_cache.is_quantized:
-            raise UserError("quant.kv_cache = 'fp8' has no effect with precision = 'bf16'; set one of the two.")
+            raise UserError("quant.kv_cache = 'fp8' has no effect with precision = 'bf16'; change one of the two.")
         first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
         for key, value in (("num_first_layers_in_bf16", first), ("num_last_layers_in_bf16", last)):
             if value < 0:
@@ -149,6 +153,7 @@ def build_recipe(
     head_dim: int | None = None,
     wgrad: str = "row",
     saved_gate_up: str = "bf16",
+    lora: Lora | None = None,
 ) -> Recipe:
     """The recipe from a config's `precision` key and [quant] table; raises UserError for values that cannot work.
 
@@ -166,16 +171,19 @@ def build_recipe(
         kv_cache=kv_head(head_dim) if kv_cache == "fp8" and head_dim is not None else BF16,
         wgrad=wgrad,  # type: ignore[arg-type]
         saved_gate_up=saved_gate_up,  # type: ignore[arg-type]
+        lora=lora,
     )
 
 
 class RecipeConfig(Protocol):
-    """What `recipe_of` reads of a config: its precision and its table [quant]."""
+    """What `recipe_of` reads of a config: its precision and its tables [quant] and [lora]."""
 
     @property
     def precision(self) -> str: ...
     @property
     def quant(self) -> Any: ...
+    @property
+    def lora(self) -> Any: ...
 
 
 def recipe_of(config: RecipeConfig, spec: ModelSpec) -> Recipe:
@@ -183,5 +191,12 @@ def recipe_of(config: RecipeConfig, spec: ModelSpec) -> Recipe:
     q = config.quant
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up, lora_of(config.lora),
     )
+
+
+def lora_of(settings: Any) -> Lora | None:
+    """The adapters of a table [lora]; None without a rank."""
+    if settings.rank is None:
+        return None
+    return Lora(settings.rank, settings.alpha, expanded(settings.targets), settings.rslora)

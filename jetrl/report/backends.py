@@ -165,7 +165,7 @@ class Trackio:
             )
             raise UserError(
                 f"track.backends names trackio, which cannot use {where}: {cause(error)}. Log in or correct the "
-                "variable, or unset it: then trackio records in a folder of this machine."
+                "variable, or unset it: trackio then records in a folder on this machine."
             ) from error
 
     def __init__(self, opening: Opening) -> None:

@@ -64,7 +64,7 @@ def within(name: str, seconds: float, call: Callable[[], object]) -> None:
     thread.join(seconds)
     if not result:
         raise UserError(
-            f"{name} (track.backends) has not answered in {seconds:g} s: is its server within reach? {_CURE}"
+            f"{name} (track.backends) has not answered in {seconds:g} s: can its server be reached? {_CURE}"
         )
     error = result[0]
     if isinstance(error, UserError):
@@ -146,8 +146,8 @@ class Channel:
             what = f"fails since step {min(self._lost)}" if self._lost else f"has not answered since step {self._at}"
             why = f" ({cause(self._error)})" if self._error is not None else ""
             self._tell(
-                f"{self.name} {what}{why}. The run goes on, and metrics.jsonl has every row; {self.name} gets the rows "
-                f"that it takes, and is abandoned after {self._limits.lost_in_a_row} failures in a row. "
+                f"{self.name} {what}{why}. The run continues, and metrics.jsonl has every row; {self.name} gets the "
+                f"rows that it takes, and is abandoned after {self._limits.lost_in_a_row} failures in a row. "
                 "This warning is shown once."
             )
 

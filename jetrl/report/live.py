@@ -41,7 +41,9 @@ class LiveReport:
         start = time.monotonic()
         if (why := self._attempt()) and not self._told:
             self._told = True
-            self._tell(f"{REPORT_FILE} cannot be written for now ({why}). The run goes on. This warning is shown once.")
+            self._tell(
+                f"{REPORT_FILE} cannot be written for now ({why}). The run continues. This warning is shown once."
+            )
         end = time.monotonic()
         self._next = end + max(SELDOM, (end - start) / SHARE)
 

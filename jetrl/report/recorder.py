@@ -227,6 +227,7 @@ class NoRecorder(Recorder):
     """That of a rank whose run another one records: it writes nothing."""
 
     def __init__(self) -> None:
+        self.run_dir = Path()  # which nothing is written to
         self.trackers, self.tracked_samples, self.last_step = [], 0, -1
         self._metrics = self._samples = self._lock = -1
 
@@ -438,7 +439,9 @@ def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
         try:
             numbers = decoded(row)
         except (TypeError, AttributeError) as error:
-            raise UserError(f"{path}: a row of step {row['step']} has another form ({error}). Remove it.") from error
+            raise UserError(
+                f"{path}: a row of step {row['step']} has an unexpected form ({error}). Remove it."
+            ) from error
         yield numbers
 
 
@@ -459,7 +462,7 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
             for row in rows
         }
     except (TypeError, KeyError) as error:
-        raise UserError(f"{path}: a row has another form ({error!r}). Remove it.") from error
+        raise UserError(f"{path}: a row has an unexpected form ({error!r}). Remove it.") from error
 
 
 def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class SampleFile:
             return decoded(row)
         except (TypeError, AttributeError) as error:
             raise UserError(
-                f"{self.path}: a row of step {row['step']} has another form ({error}). Remove it."
+                f"{self.path}: a row of step {row['step']} has an unexpected form ({error}). Remove it."
             ) from error
 
     def _require(self, row: Row) -> None:

@@ -311,9 +311,8 @@ def _check_float32(what: str, values: Iterable[Advantage | Column | None]) -> No
     largest = max((float(np.abs(one).max(initial=0.0)) for one in values if one is not None), default=0.0)
     if not largest <= own.MAX_ADVANTAGE:
         raise UserError(
-            f"{what} is {largest:g}; float32, in which the loss holds it, has no number beyond "
-            f"{own.MAX_ADVANTAGE:g}. Lower what the reward is weighed with: task.reward_weights, rl.kl_coef, "
-            "rl.overlong_penalty_factor."
+            f"{what} is {largest:g}; the loss holds it in float32, which has no number beyond {own.MAX_ADVANTAGE:g}. "
+            "Lower what multiplies the reward: task.reward_weights, rl.kl_coef, rl.overlong_penalty_factor."
         )
 
 

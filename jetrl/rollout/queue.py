@@ -5,12 +5,16 @@ slots at once, each rank gets an equal part by load at the start, and nothing is
 slots, and the rest is a list of chunks that every rank knows: whole groups, and near the end smaller ones down to one
 trajectory (remaining / (2 * ranks): guided self-scheduling, Polychronopoulos and Kuck 1987). A rank that has a free
 slot takes the next chunk by one addition to a counter in the run's store, so none is idle while trajectories are left.
+
+"Rank" here is a replica (`World.replicas`). Where a replica has several shards, the first of them asks, and the others
+do as it does.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate, count
 from typing import Protocol
 
@@ -101,24 +105,53 @@ class SharedQueue:
         self._ended(_FAILED)
 
 
+class LedQueue:
+    """A queue as all shards of a replica see it: the first one asks `queue`, and each hears the same at each call.
+
+    So they must make the same calls, as engines do that compute each step together.
+    """
+
+    def __init__(self, queue: SharedQueue, shards: World) -> None:
+        self._queue, self._shards, self.rest, self.empty = queue, shards, queue.rest, queue.empty
+
+    def take(self, live: int, resting: int, waiting: int) -> Sequence[int]:
+        queue = self._queue
+        found = (queue.take(live, resting, waiting), queue.empty) if self._shards.first else None
+        taken, self.empty = self._shards.share(found)
+        return taken  # type: ignore[no-any-return]
+
+    def report(self, ended: int) -> int:
+        known: int | None = None
+        if self._shards.first:
+            with suppress(Abandoned):
+                known = self._queue.report(ended)
+        if (known := self._shards.share(known)) is None:
+            raise Abandoned
+        return known
+
+    def fail(self) -> None:
+        self._queue.fail()
+
+
 class Queues:
     """The shared queues of a run, one for each rollout. Every rank opens the same ones in the same order.
 
-    `slots` is the number of sequences that one rank's engine runs at once.
+    `slots` is the number of sequences that one replica's engine runs at once.
     """
 
     def __init__(self, world: World, slots: int) -> None:
         assert slots >= 1
         self.world, self.slots = world, slots
 
-    def open(self, loads: Sequence[float], group: int) -> SharedQueue:
+    def open(self, loads: Sequence[float], group: int) -> SharedQueue | LedQueue:
         """The queue of the next rollout, of one trajectory for each of `loads` (its expected work, in any unit)."""
-        own, rest = shares(loads, group, self.slots, self.world.size)
-        name = f"rollout/{next(_NUMBERS)}"
-        return SharedQueue(
-            own[self.world.rank], rest, self.slots, self.world.counter(f"{name}/next"),
+        replicas, name = self.world.replicas, f"rollout/{next(_NUMBERS)}"
+        own, rest = shares(loads, group, self.slots, replicas.size)
+        queue = SharedQueue(
+            own[replicas.rank], rest, self.slots, self.world.counter(f"{name}/next"),
             self.world.counter(f"{name}/ended"),
         )
+        return queue if self.world.shards.alone else LedQueue(queue, self.world.shards)
 
 
 def shares(loads: Sequence[float], group: int, slots: int, size: int) -> tuple[list[range], list[range]]:

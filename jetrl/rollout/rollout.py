@@ -143,10 +143,10 @@ def _shared(
     busy = time.perf_counter() - start
     agree(queues.world, mistake)
     data = pickle.dumps(own, pickle.HIGHEST_PROTOCOL)  # of this protocol, arrays are one buffer each
-    packed = queues.world.gather((data, busy))  # its own part need not be unpacked again
+    replicas = queues.world.replicas
+    packed = replicas.gather((data, busy))  # its own part need not be unpacked again
     found = [
-        (own if rank == queues.world.rank else pickle.loads(data), seconds)
-        for rank, (data, seconds) in enumerate(packed)
+        (own if rank == replicas.rank else pickle.loads(data), seconds) for rank, (data, seconds) in enumerate(packed)
     ]
     longest = max(seconds for _, seconds in found)
     parts = tuple(
@@ -370,7 +370,7 @@ class _Driver:
     def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
         flow = "" if one.last is None else one.last.flow_digest
         number = one.key - self.asked.first_id
-        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error)
+        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error, one.key)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)

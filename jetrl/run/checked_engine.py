@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jetrl.errors import UserError, as_user_error, disk_full, told
-from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
+from jetrl.types import Completion, Engine, Request, StepReport, Unfinished, WeightSet
 from jetrl.user_code.guard import user_code
 
 _USERS = "Fix the engine"
@@ -34,6 +34,14 @@ def blamed(name: str, call: str, cure: str = _USERS, called: Any = None) -> Iter
         raise as_user_error(error)(
             f"rollout.engine = {name}: {call} raised {told(error, called)}. {cure}."
         ) from error
+
+
+def cannot_suspend(name: str) -> str:
+    """Why an engine that is not our own carries nothing over from one step to the next."""
+    return (
+        f"rollout.engine = {name}: it cannot suspend answers that are under way and let them go on with other weights. "
+        'Set rollout.engine = "jetrl".'
+    )
 
 
 class CheckedEngine(Engine):
@@ -104,6 +112,12 @@ class CheckedEngine(Engine):
             self._open.pop(i, None)
         with self._blamed("cancel"):
             self.inner.cancel(ids)
+
+    def suspend(self, ids: Collection[int] | None = None) -> list[Unfinished]:
+        raise UserError(cannot_suspend(self.name))
+
+    def resume(self, unfinished: Sequence[Unfinished]) -> None:
+        raise UserError(cannot_suspend(self.name))
 
     def expect(self, tokens: Sequence[int]) -> None:
         if hasattr(self.inner, "expect"):

@@ -14,7 +14,6 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
-from jetrl.huggingface.hub import model_folder
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.blocks.layouts import require_rewind
@@ -48,10 +47,10 @@ class EngineContext:
     eos_token_ids: frozenset[int]
 
 
-def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config: dict[str, Any] | None) -> Engine:
-    """The engine that `rollout.engine` names."""
-    m = config.model
-    source = model_folder(m.path, m.revision, weights=False) if m.path is not None else None
+def build_engine(
+    config: Config, model: Transformer, tokenizer: Any, base_config: dict[str, Any] | None, source: Path | None
+) -> Engine:
+    """The engine that `rollout.engine` names. `source`: the model's folder, if it has one."""
     context = EngineContext(
         config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
         eos_ids(tokenizer, source, model.spec.vocab_size),
@@ -152,9 +151,9 @@ def check_truncation(config: Config, promises: bool) -> None:
     keys = [key for key in ("top_p", "top_k", "min_p") if getattr(r, key) != r.usual(key)]
     on = [f"rollout.{key} = {getattr(r, key):g}" for key in keys]
     raise UserError(
-        f"{' and '.join(on)}: the learner finds the tokens that the sampler kept in its own logits, and with {why} "
-        'these are not the sampler\'s, bit for bit. Set rollout.logprobs = "full" (log-probs are then of the whole '
-        "distribution, from which tokens are not drawn), or sample from the whole distribution by removing "
+        f"{' and '.join(on)}: the learner works out from its own logits which tokens the sampler kept, and with {why} "
+        'its logits are not bit-equal to the sampler\'s. Set rollout.logprobs = "full" (log-probs are then of the '
+        "whole distribution, from which tokens are not drawn), or sample from the whole distribution by removing "
         f"{' and '.join(f'rollout.{key}' for key in keys)}."
     )
 
@@ -173,7 +172,9 @@ def _users_engine(context: EngineContext) -> Engine:
     with blamed(name, "the constructor", called=engine_class(name)):
         engine = engine_class(name)(context)
     if not isinstance(getattr(engine, "keeps_bits", None), bool):
-        raise UserError(f"rollout.engine = {name}: set keeps_bits, True only if its log-probs are the learner's bits.")
+        raise UserError(
+            f"rollout.engine = {name}: set keeps_bits, to True only if its log-probs equal the learner's bit for bit."
+        )
     if not hasattr(engine, "has_work"):
         raise UserError(f"rollout.engine = {name}: it has no has_work; see jetrl.types.Engine.")
     return CheckedEngine(engine, name, context.model.spec.vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
@@ -11,16 +11,21 @@ from typing import Any, get_args
 from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import Config
+from jetrl.config.toml import toml_literal
 from jetrl.environments.environment import TOOLS, Factory, load_environment
 from jetrl.environments.tools import tools_factory
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.support import require
+from jetrl.model.names import adapted_projections
+from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.flow import require_unified
-from jetrl.precision.recipe import Recipe, recipe_of
+from jetrl.precision.lora import GROUPS, Lora
+from jetrl.precision.recipe import Recipe, lora_of, recipe_of
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
@@ -64,6 +69,7 @@ def prepare(
     ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
     recipe = recipe_of(config, spec)
     check_sizes(config, spec, recipe)
+    check_lora(config, spec)
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)
@@ -151,6 +157,55 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
         )
 
 
+def check_lora(config: Config, spec: ModelSpec) -> None:
+    """UserError for adapters that this model cannot have: of projections that it lacks, or of a rank beyond a
+    matrix's."""
+    lora, found = lora_of(config.lora), adapters_in(config)
+    if found is not None:
+        _check_found(config, spec, lora, found)
+    if lora is None:
+        return
+    ranks: dict[str, int] = {}  # by projection: the smallest side of its matrices
+    for layer in range(spec.num_layers):
+        for linear in linears_of(spec, layer).values():
+            for name, rows in zip(linear.projections, linear.sections, strict=False):
+                ranks[name] = min(ranks.get(name, rows), rows, linear.in_size)
+    chosen = [name for name in lora.targets if name in ranks]
+    missing: list[str] = [name for name in config.lora.targets if name not in GROUPS and name not in ranks]
+    if missing or not chosen:
+        raise UserError(
+            f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])} outside of its experts, "
+            f"which have no adapters. It has {', '.join(ranks)}."
+        )
+    worst = min(chosen, key=lambda name: ranks[name])
+    if lora.rank > ranks[worst]:
+        raise UserError(
+            f"lora.rank = {lora.rank} is beyond the rank of {worst}, which is {ranks[worst]} at most. Lower it, or "
+            f"leave {worst} out of lora.targets."
+        )
+    if config.kernels != "reference" and lora.rank % BF16_MULTIPLE:
+        raise UserError(
+            f"lora.rank = {lora.rank}: the kernels of a GPU need a multiple of {BF16_MULTIPLE}. Take "
+            f"{-(-lora.rank // BF16_MULTIPLE) * BF16_MULTIPLE}, or set device = \"cpu\"."
+        )
+
+
+def _check_found(config: Config, spec: ModelSpec, lora: Lora | None, found: Adapters) -> None:
+    """UserError for adapters in `model.path` that are not what the config says."""
+    named = None if lora is None else replace(lora, targets=tuple(adapted_projections(spec, lora)))
+    if named != found.lora:
+        wanted = " ".join(f"lora.{key}={toml_literal(value)}" for key, value in found.settings().items())
+        raise UserError(
+            f"model.path = {config.model.path} holds adapters, which a run goes on with as they are. Give their "
+            f"settings: {wanted}"
+        )
+    if config.sft.steps:
+        raise UserError(
+            f"sft.steps = {config.sft.steps}: a warm start trains the base, and the adapters in model.path = "
+            f"{config.model.path} belong to theirs as it is. Set sft.steps = 0."
+        )
+
+
 def check_saved(config: Config, spec: ModelSpec) -> None:
     """Refuse `quant.saved_gate_up = "fp8"` for a model in which no layer has a dense MLP in FP8."""
     q = config.quant
@@ -196,7 +251,8 @@ def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
         tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_revision)
     else:
         assert folder is not None, "the config requires a tokenizer with model.arch"
-        tokenizer = hf.load_tokenizer_from(folder)
+        found = adapters_in(config)
+        tokenizer = hf.load_tokenizer_from(folder if found is None or hf.has_tokenizer(folder) else found.folder)
     if folder is not None:
         spec = hf.spec_from_folder(folder, base)
     else:
@@ -212,9 +268,18 @@ def spec_of(config: Config) -> ModelSpec:
 
 
 def model_source(config: Config, *, weights: bool = False) -> Path | None:
-    """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random."""
-    m = config.model
+    """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random. Of
+    adapters it is that of their base."""
+    m, found = config.model, adapters_in(config)
+    if found is not None:
+        return found.base_folder(weights)
     return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
+
+
+def adapters_in(config: Config) -> Adapters | None:
+    """The adapters in the folder of `model.path`; None where it is a model."""
+    path = config.model.path
+    return read_adapters(path) if path is not None and is_adapters(path) else None
 
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from jetrl.chat.prompts import added_bos, decoded, uses_chat_template
 from jetrl.config import Config
 from jetrl.run.prepare import Prepared, epochs_told
+from jetrl.run.replay.keeping import told
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import prompt_of
 
@@ -23,6 +24,7 @@ def preview(config: Config, plan: Prepared) -> Iterator[str]:
     yield f"Data: {_visible(plan.task.describe())}."
     if isinstance(plan.task, FileTask):
         yield _epochs(config, plan.task)
+    yield told(config, plan.spec)
     yield from _prompt(config, plan)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetrl.chat.prompts import decoded
 from jetrl.config import Config
@@ -16,6 +17,7 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, select
+from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
 from jetrl.model.sharding import fill, shard_like, shard_model
@@ -25,12 +27,13 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.rl.calibration import Bounds
+from jetrl.rollout.carry import UnderWay
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
-from jetrl.run.prepare import Prepared, check_experts, check_sizes, in_steps, model_source, prepare
+from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
@@ -50,7 +53,9 @@ class Progress:
     clip_bounds: Bounds | None = None  # of a calibrated clip, once they have been found
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
+    under_way: tuple[UnderWay, ...] = ()  # groups that go on in the next step
     reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty
+    base: str | None = None  # digest of the frozen base of adapters
 
 
 @dataclass(slots=True)
@@ -160,7 +165,7 @@ def build(
             model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
-        engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+        engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
         if not evaluates:
             check_truncation(config, engine.keeps_bits)
         if not evaluates and config.device != "cpu":
@@ -205,10 +210,11 @@ def begin(
 def check_lanes(config: Config, world: World) -> None:
     """Refuse fewer lanes of gradients than ranks: some would have no work in any update."""
     lanes = config.train.reduction_lanes
-    if lanes is not None and lanes < world.size:
+    size = world.replicas.size
+    if lanes is not None and lanes < size:
         raise UserError(
-            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {world.size}. Set it to at "
-            f"least {world.size}, best to a multiple of the numbers of ranks that are to give the same bits."
+            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {size}. Set it to at "
+            f"least {size}, best to a multiple of every number of ranks that should give these bits."
         )
 
 
@@ -265,9 +271,9 @@ def build_model(
     source = on_every_rank(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):
         if source is not None:
-            load_weights(model, source, device)
+            fill(model, _begun(model, config, hf.parameters_of(source, model.spec, own_rows(model))), device)
         elif weights:
-            fill(model, model.random_values(config.model.init_seed), device)
+            fill(model, _begun(model, config, model.random_values(config.model.init_seed)), device)
         else:
             fill(model, ((name, torch.zeros(p.shape, device=device)) for name, p in model.named_parameters()), device)
     model.to(device).publish()
@@ -288,7 +294,9 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     # checked before a model that may be far larger than its weights is built
     values = None if source is None else hf.parameters_of(source, spec)
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
-    return model.init_random(config.model.init_seed) if values is None else model.publish_values(values)
+    if values is None:
+        values = model.random_values(config.model.init_seed)
+    return model.publish_values(_begun(model, config, values))
 
 
 def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:
@@ -299,8 +307,30 @@ def load_weights(model: Transformer, folder: str | Path, device: torch.device | 
     fill(model, hf.parameters_of(folder, model.spec, own_rows(model)), device)
 
 
+def _begun(model: Transformer, config: Config, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The values of a model; with adapters those of its base, and then theirs: what `model.path` holds, or drawn ones.
+
+    UserError, when the base has passed by, if it is another one than that of the adapters in `model.path`.
+    """
+    if model.recipe.lora is None:
+        yield from base
+        return
+    hashes, found = BaseHash(), adapters_in(config)
+    yield from hashes.through((name, value) for name, value in base if not is_adapter(name))
+    model.base_digest = hashes.digest()
+    if found is None:
+        yield from first_values(model, config.seed)
+        return
+    found.check_base(model.base_digest)
+    rows = own_rows(model)
+    yield from ((name, value[slice(*rows[name])]) for name, value in found.values(model.spec))
+
+
 def reference_of(model: Transformer) -> Transformer:
-    """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
+    """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0); with adapters, the base
+    itself, which takes no memory: they begin as nothing."""
+    if model.recipe.lora is not None:
+        return without_adapters(model)
     device = model.head_weight.device
     with torch.device("meta"):
         copy = Transformer(model.spec, model.recipe, master_dtype=model.master_dtype).freeze(model.frozen())

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -29,8 +29,9 @@ from jetrl.config.markers import FirstWeights, WarmStart
 from jetrl.environments.tools import with_tools
 from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
+from jetrl.model.adapter import publish_base
 from jetrl.model.master import masters_of, parts_of, values_for
-from jetrl.model.sharding import digest, fill, shard_model
+from jetrl.model.sharding import digest, fill, shard_model, whole_value
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import ALONE, World
@@ -39,6 +40,7 @@ from jetrl.rl.losses import Stats
 from jetrl.run.checkpoint import store
 from jetrl.run.engines import eos_ids
 from jetrl.run.prepare import model_source
+from jetrl.run.setup import build_model
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
 from jetrl.train.batches import MicroBatch, PackedBatch
@@ -128,8 +130,16 @@ def warm_start(
     """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`;
     `given` as in `cache_path`.
 
-    The model is cut for `world`; each rank trains, writes and reads its rows. A collective.
+    The model is cut for `world`; each rank trains, writes and reads its rows. A collective. With adapters, their base
+    is warm-started: whole, before it is rounded and frozen, by the same steps and from the same cache as without.
     """
+    if model.recipe.lora is not None:
+        whole = build_model(config, model.spec, replace(model.recipe, lora=None), world=world)
+        path = warm_start(whole, config, task, tokenizer, progress, tell, world, given)
+        masters = masters_of(whole)
+        with torch.no_grad():
+            publish_base(model, ((name, whole_value(masters[name], whole.dtype)) for name in model.frozen()))
+        return path
     with together(world):
         config = with_tools(config)
     path = world.share(cache_path(config, model, task, tokenizer, world, given))
@@ -207,7 +217,7 @@ def train_sft(
         try:
             stats = optimizer_step(
                 list(masters.values()), optimizer, batch, loss_of, lr=sft.lr * factor,
-                max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
+                max_grad_norm=config.train.max_grad_norm, world=world.replicas, reduction="fixed",
             )
         except NonFiniteError as error:
             advice = "Lower sft.lr, or set sft.warmup_steps."
@@ -222,7 +232,7 @@ def train_sft(
 def _batch(step: int, config: Config, task: Task, solved: SolutionEncoder, world: World) -> PackedBatch:
     """The solutions of one step, of which each rank packs its micro-batches."""
     return pack_in_order([solved.trajectory(task.problem(i)) for i in _indices(config, step)],
-                         config.train.max_tokens_per_gpu, own_numbers(world, "fixed"))
+                         config.train.max_tokens_per_gpu, own_numbers(world.replicas, "fixed"))
 
 
 def _indices(config: Config, step: int) -> list[int]:

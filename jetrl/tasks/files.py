@@ -233,7 +233,7 @@ def _problem(row: Mapping[str, Any], where: str, columns: Columns, padded: bool 
     taken = (answer, "solution") if columns.template is not None else (prompt, answer, "solution")
     extra = {k: v for k, v in row.items() if k not in taken}
     if hidden := sorted(_RESERVED & extra.keys()):
-        raise UserError(f"{where}: reward functions get something else as {hidden[0]!r}; rename this column.")
+        raise UserError(f"{where}: reward functions get another value as {hidden[0]!r}; rename this column.")
     value = _prompt(columns.prompt_of(row, where), where, prompt, padded)
     gold = _answer(row, where, answer, columns.needs_answer)
     return Problem(id=where, prompt=value, answer=gold, solution=solution, extra=extra)

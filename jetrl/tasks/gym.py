@@ -54,7 +54,7 @@ class GymTask:
                 return self._make(entry, f"{self.dataset}/{self.seed}/{index}")
         raise UserError(
             f"task.params.dataset = {self.dataset!r}: in {MAX_REDRAWS} draws every question was among the "
-            f"{len(self._held_out)} held-out ones. Lower task.num_eval or make the data set larger by its parameters."
+            f"{len(self._held_out)} held-out ones. Lower task.num_eval or set parameters that make the data set larger."
         )
 
     def eval_problems(self, n: int) -> list[Problem]:
@@ -92,7 +92,7 @@ class GymTask:
         if len(found) < num:
             raise UserError(
                 f"task.num_eval = {num}, but {draws} draws of reasoning-gym {self.dataset} gave only {len(found)} "
-                "different questions. Lower task.num_eval or make the data set larger by its parameters."
+                "different questions. Lower task.num_eval or set parameters that make the data set larger."
             )
         return list(found.values())
 

@@ -92,7 +92,7 @@ def read_by_library(budget: Budget) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(
-            f"{budget.source}: its rows cannot be read: {reason}. It is damaged, or has values that Python does not. "
+            f"{budget.source}: its rows cannot be read: {reason}. It is damaged, or has values that Python lacks. "
             "Write it again, or fetch it again."
         ) from error
 

@@ -45,7 +45,8 @@ def with_bounds(config: Config, bounds: Bounds | None) -> Config:
 def shadow_of(model: Transformer) -> Transformer:
     """The policy in BF16, published from its masters as they are, whole on every rank. Collective."""
     with torch.device("meta"):
-        shadow = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), master_dtype=None)
+        recipe = build_recipe("bf16", model.spec.num_layers, lora=model.recipe.lora)
+        shadow = Transformer(model.spec, recipe, master_dtype=None)
     shadow.to(model.head_weight.device)
     frozen = frozen_values(model)
     return shadow.publish_values(
@@ -87,7 +88,7 @@ class Calibration:
             _column(batch, "advantages"), np.exp(_column(ours, "ref_logprobs") - _column(batch, old)),
             np.exp(_column(after, "ref_logprobs") - _column(self._before, "old_logprobs")),
         ]
-        self._take(*(np.concatenate(parts) for parts in zip(*self.learner.world.gather(own), strict=True)))
+        self._take(*(np.concatenate(parts) for parts in zip(*self.learner.world.replicas.gather(own), strict=True)))
         self._batch = self._before = None
 
     def _take(self, advantages: np.ndarray, ratios: np.ndarray, shadow: np.ndarray) -> None:
@@ -120,7 +121,7 @@ class Calibration:
             if not gpu_full(error):
                 raise
             model = self.learner.model
-            size = 2 * sum(p.numel() for p in model.parameters()) * self.learner.world.size / 2**30
+            size = 2 * sum(p.numel() for p in model.parameters()) * self.learner.world.replicas.size / 2**30
             raise OutOfMemory(
                 f'rl.clip = "calibrated": the GPU has no memory for a pass of the policy in BF16, whose weights take '
                 f'some {size:.1f} GiB. Set rl.clip = "fixed" with wider bounds (rl.clip_ratio_low, '

@@ -74,7 +74,7 @@ def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[
 
 def estimate(
     groups: Sequence[Group], batches: Sequence[PackedBatch], learner: Learner, reference: Transformer | None,
-    config: Config, unified: bool,
+    config: Config, unified: bool, given: bool = False,
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
     """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
@@ -83,9 +83,11 @@ def estimate(
     penalty. So it does for the sets that truncated distributions keep, for updates that begin with other weights than
     sampled, and for a reference, which is compared with the policy on what the policy keeps.
 
+    `given`: the groups have their advantages, which a function of the user's has made before.
+
     NonFiniteError where what the advantages are made of is not finite. Collective.
     """
-    rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
+    rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world.replicas
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
     unified = unified and not any(batch.num_older_tokens for batch in packed)
@@ -109,7 +111,10 @@ def estimate(
     _check_finite("value", values, groups)
     in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
     with together(world):  # an estimator may be the user's
-        filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
+        if given:
+            filled, stats, returns = list(groups), dict[str, float](), None
+        else:
+            filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
         packed = fill(packed, "returns", returns)

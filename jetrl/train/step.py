@@ -23,6 +23,7 @@ from jetrl.rl.objective import Inputs, objective
 from jetrl.rl.routing import RoutingCounts
 from jetrl.rl.routing import merged as merged_counts
 from jetrl.train.batches import MicroBatch, PackedBatch
+from jetrl.train.digests import UNSEEN, Digests
 from jetrl.train.merging import Part, merged
 from jetrl.train.optim import lr_at
 from jetrl.train.packing import denominators, to_device
@@ -36,8 +37,8 @@ from jetrl.types import ForwardBatch
 class Learner:
     """What an update changes and reads. `critic_optimizer` belongs to a separate critic.
 
-    `policy_optimizer` None: nothing is trained, and the model may hold no masters. Model and critic are sharded over
-    `world` (`model.sharding`).
+    `policy_optimizer` None: nothing is trained, and the model may hold no masters. Model and critic are spread
+    over the replicas of `world` (`model.sharding`), which share the batches.
     """
 
     model: Transformer
@@ -115,10 +116,11 @@ Tell = Callable[[str, str], None]
 
 def update(
     learner: Learner, batches: list[PackedBatch], config: Config, step: int, tell: Tell | None = None,
-    before: Callable[[PackedBatch], None] | None = None,
+    before: Callable[[PackedBatch], None] | None = None, seen: Digests = UNSEEN,
 ) -> dict[str, float]:
     """All optimizer updates of a step, with a publish between two; after the last the caller publishes. Gives metrics.
-    `before` is called before each, with the weights that it begins with published.
+    `before` is called before each, with the weights that it begins with published. `seen` gets the digests of what the
+    updates compute.
 
     With one update a step the old policy is the current one, so its log-probs are the ones at hand and no extra pass is
     made. With several, the batches hold the old log-probs, or a unified flow takes the rollout's (the same bits).
@@ -131,7 +133,7 @@ def update(
     """
     parts: list[Part] = []
     compared = Compared(learner.model, config)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         if batch.num_loss_tokens == 0:  # every trajectory dropped or masked: nothing to learn from
             continue
         if not compared.weights_sampled:
@@ -139,16 +141,17 @@ def update(
         try:
             if before is not None:
                 before(batch)
-            parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell))
+            with seen.within("update", number):
+                parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell, seen))
         except UserError as error:  # of a function of the user's
-            if not compared.stepped and learner.world.alone:
+            if not compared.stepped and learner.world.replicas.alone:
                 raise
             raise Midway(f"{error} The current step is lost; --resume continues from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:
         return {}
-    return merged(parts, config.rl.loss_agg) | compared.metrics(learner.world)
+    return merged(parts, config.rl.loss_agg) | compared.metrics(learner.world.replicas)
 
 
 @dataclass(slots=True)
@@ -161,6 +164,7 @@ class Compared:
     stepped: bool = False  # whether an optimizer has made a step, the policy's or the critic's
     gap: mismatch.MismatchAccumulator = field(default_factory=mismatch.MismatchAccumulator)
     counts: list[RoutingCounts] = field(default_factory=list)  # of each update of the policy, or comparison
+    weights: mismatch.SampleSize = field(default_factory=mismatch.SampleSize)
 
     @torch.no_grad()
     def add(
@@ -179,6 +183,8 @@ class Compared:
         if bool(finite.all()):
             current = None if micro.versions is None else micro.versions[index] == version
             self.gap.add(rows.logprobs, sampled, current, sequence_ids=ids)
+            if self.config.rollout.overcommit:
+                self.weights.add(rows.logprobs, sampled)
             return {}
         return {"parity": torch.where(finite, 0.0, math.nan).double()}
 
@@ -201,32 +207,38 @@ class Compared:
 
     def metrics(self, world: World) -> dict[str, float]:
         """`parity/*` and the load of experts, over all ranks and updates. Collective."""
-        gaps, counts = zip(*world.gather((self.gap, self.counts)), strict=True)
-        gap = mismatch.merged(gaps)
+        gaps, counts, weights = zip(*world.gather((self.gap, self.counts, self.weights)), strict=True)
+        gap, sizes = mismatch.merged(gaps), mismatch.SampleSize()
+        for part in weights:
+            sizes.merge(part)
         routed = merged_counts([one for of_rank in counts for one in of_rank]).metrics()
-        return (gap.metrics() if gap.count else {}) | routed
+        found = gap.metrics() if gap.count else {}
+        if sizes.count:
+            found |= {"rl/ess": sizes.share, "parity/frac_checked_live": gap.count / sizes.count}
+        return found | routed
 
 
 def _one_update(
     learner: Learner, batch: PackedBatch, config: Config, step: int, compared: Compared, single: bool,
-    tell: Tell | None,
+    tell: Tell | None, seen: Digests,
 ) -> Part:
     shares = denominators(batch, config.rollout.max_response_length, config.rl.masked_sequences)
     stats: dict[str, float] = {}
     if learner.critic_optimizer is not None:
-        stats |= _critic_update(learner, batch, config, shares)
+        with seen.within("critic"):
+            stats |= _critic_update(learner, batch, config, shares, seen)
         compared.stepped = True
         if step <= config.rl.critic_warmup_steps:
-            compared.add_batch(batch, shares, learner.world)
+            compared.add_batch(batch, shares, learner.world.replicas)
             return Part(stats, shares)
-    stats |= _policy_update(learner, batch, config, step, shares, compared, single, tell)
+    stats |= _policy_update(learner, batch, config, step, shares, compared, single, tell, seen)
     compared.weights_sampled, compared.stepped = False, True
     return Part(stats, shares)
 
 
 def _policy_update(
     learner: Learner, batch: PackedBatch, config: Config, step: int, shares: losses.Denominators, compared: Compared,
-    single: bool, tell: Tell | None,
+    single: bool, tell: Tell | None, seen: Digests,
 ) -> dict[str, float]:
     model, temperature, terms = learner.model, config.rollout.temperature, TokenTerms()
     routing = Routing(model, config.train, shares)
@@ -236,6 +248,7 @@ def _policy_update(
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
         rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep, truncation)
+        seen.add("logprobs", rows.logprobs)
         unread = compared.add(micro, rows, routes, routing, batch.weight_version)
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
@@ -247,7 +260,7 @@ def _policy_update(
 
     lr = lr_at(step - 1, config.train)
     stats = _named_step(
-        learner, config, batch, terms, loss_of, masters, learner.optimizer, lr, tell,
+        learner, config, batch, terms, loss_of, masters, learner.optimizer, lr, tell, seen,
     )
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
     compared.counts.append(routing.counts)
@@ -256,7 +269,7 @@ def _policy_update(
 
 def _named_step(
     learner: Learner, config: Config, batch: PackedBatch, terms: TokenTerms, loss_of: LossOf,
-    masters: list[Master], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None,
+    masters: list[Master], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None, seen: Digests,
 ) -> dict[str, float]:
     """`optimizer_step`; a NonFiniteError names the token whose term is the largest, and so does `tell` where one token
     makes more than half of the update. Collective."""
@@ -264,14 +277,15 @@ def _named_step(
     try:
         stats = optimizer_step(
             masters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
-            world=learner.world, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
+            world=learner.world.replicas, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
+            seen=seen,
         )
     except NonFiniteError as error:
-        largest = terms.largest(learner.world)
+        largest = terms.largest(learner.world.replicas)
         if largest is None or (math.isfinite(largest.value) and not owns(largest, batch)):
             raise  # no token's term is to blame
         raise NonFiniteError(f"{error}; {largest.named(batch, whole)}") from error
-    largest = terms.largest(learner.world)
+    largest = terms.largest(learner.world.replicas)
     if largest is None:
         return stats
     if tell is not None and owns(largest, batch):
@@ -320,7 +334,7 @@ def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool
 
 
 def _critic_update(
-    learner: Learner, batch: PackedBatch, config: Config, shares: losses.Denominators
+    learner: Learner, batch: PackedBatch, config: Config, shares: losses.Denominators, seen: Digests,
 ) -> dict[str, float]:
     critic, optimizer, rl, terms = learner.critic, learner.critic_optimizer, config.rl, TokenTerms()
     assert critic is not None and optimizer is not None
@@ -337,7 +351,8 @@ def _critic_update(
         return loss, part
 
     stats = _named_step(
-        learner, config, batch, terms, loss_of, list(masters_of(critic).values()), optimizer, rl.critic_lr, None
+        learner, config, batch, terms, loss_of, list(masters_of(critic).values()), optimizer, rl.critic_lr, None,
+        seen,
     )
     stats.pop(SHARE, None)
     stats["critic/loss"], stats["critic/grad_norm"] = stats.pop("loss"), stats.pop("grad_norm")

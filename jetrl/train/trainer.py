@@ -15,9 +15,11 @@ from jetrl.choices import Reduction
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.model.master import Master
+from jetrl.model.shards import Part
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
 from jetrl.train.batches import MicroBatch, PackedBatch
+from jetrl.train.digests import UNSEEN, Digests
 from jetrl.train.optim import clipped_step, set_lr
 from jetrl.train.packing import to_device
 from jetrl.train.reduction import gradient_sum
@@ -54,13 +56,14 @@ def not_by_an_update(config: Config, warm_started: bool, terms: Sequence[str]) -
 def optimizer_step(
     masters: Sequence[Master], optimizer: torch.optim.Optimizer, batch: PackedBatch,
     loss_of: LossOf, *, lr: float, max_grad_norm: float, world: World = ALONE, reduction: Reduction = "fast",
-    lanes: int | None = None,
+    lanes: int | None = None, seen: Digests = UNSEEN,
 ) -> dict[str, float]:
     """Add the gradients of all micro-batches up, clip them, step. Returns the summed statistics, `loss`, `grad_norm`.
 
-    The ranks share the batch's micro-batches as `train.reduction` says, and each holds its own at least. They move to
-    the masters' device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which
-    comes before any weight changes. Collective.
+    The ranks of `world` share the batch's micro-batches as `train.reduction` says, and each holds its own at least.
+    They move to the masters' device one by one. What is returned is the same on every rank, and so is a
+    NonFiniteError, which comes before any weight changes. `seen` gets the digests of losses and of summed gradients.
+    Collective.
     """
     device = next(master.param.device for master in masters if master.trained)
     own: dict[int, Stats] = {}
@@ -71,10 +74,13 @@ def optimizer_step(
     for turn in gradients.turns:
         with gradients.turn(turn):
             if (number := turn.micro[world.rank]) is not None:
-                loss, part = loss_of(to_device(micro_batches[number], device))
+                with seen.within("micro", number):
+                    loss, part = loss_of(to_device(micro_batches[number], device))
+                    seen.add("loss", loss)
                 loss.backward()
                 own[number] = {**part, "loss": loss.detach().double()}
     values = {key: float(value) for key, value in _summed(own, world).items()}
+    seen.add_parts("gradient", _gradients(masters), world)
     norm = gradients.norm()
     if not (math.isfinite(values["loss"]) and math.isfinite(norm)):
         raise NonFiniteError(f"loss {values['loss']}, gradient norm {norm}")
@@ -82,6 +88,16 @@ def optimizer_step(
     clipped_step(optimizer, norm, max_grad_norm)
     optimizer.zero_grad(set_to_none=True)  # the rollout wants their memory
     return values | {"grad_norm": norm}
+
+
+def _gradients(masters: Sequence[Master]) -> dict[str, Part]:
+    """The summed gradient of every master, by its number, as far as this rank has its rows."""
+    found = {}
+    for number, master in enumerate(masters):
+        if (gradient := master.param.grad) is not None:
+            start = 0 if master.split is None else master.split.start
+            found[str(number)] = Part(gradient, tuple(gradient.shape), start)
+    return found
 
 
 def _summed(own: Mapping[int, Stats], world: World) -> Stats:

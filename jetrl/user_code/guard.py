@@ -162,7 +162,7 @@ def _refuse(changed: Mapping[str, Any], name: str) -> NoReturn:
     calls = ", ".join(f"{key}({value})" for key, value in changed.items())
     raise UserError(
         f"{name} changes a setting of the whole process: {calls}. It runs in a thread next to training, so it cannot "
-        "have one of its own. Remove it; give dtype and device where tensors are made."
+        "have its own. Remove it; give dtype and device where tensors are made."
     )
 
 
@@ -192,7 +192,7 @@ def _put_back(handlers: Mapping[signal.Signals, Any], name: str) -> None:
         if signal.getsignal(number) != ours and ours is not None:
             signal.signal(number, ours)
             warnings.warn(
-                f"{name} set a handler of its own for {number.name}. It is removed again: this signal stops the run "
+                f"{name} set its own handler for {number.name}. It is removed again: this signal stops the run "
                 "with a checkpoint.", Notice, stacklevel=4,
             )
 

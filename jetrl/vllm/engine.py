@@ -209,7 +209,7 @@ class VllmEngine(Engine):
         check_params(p)
         check_vocabulary(request, self.model.spec.vocab_size)
         if (p.top_p, p.top_k, p.min_p) != (1.0, 0, 0.0):
-            raise UserError(f"{ENGINE}: top_p, top_k and min_p have no full-distribution log-probs there; leave them.")
+            raise UserError(f"{ENGINE}: top_p, top_k and min_p have no full-distribution log-probs there; remove them.")
         reach, longest = most_tokens(request), longest_sequence(self.config)
         if not request.tokens or reach > longest:
             raise RefusedRequest(

@@ -35,10 +35,15 @@ def test_threads_next_to_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
     for name in machine._VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     good = machine.threads(4)
     assert (good.level, good.found, good.cure) == ("ok", "4 for 4 cores", None)
     assert machine.threads(2).level == "ok", "torch takes one thread a physical core"
     assert machine.threads(64).level == "note" and "num_threads = 4" in (machine.threads(64).cure or "")
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    busy = machine.threads(4)
+    assert busy.level == "note" and "load 9.0 on 4" in busy.found and "OMP_WAIT_POLICY=passive" in (busy.cure or "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     few = machine.threads(1)
     assert few.level == "note" and "OMP_NUM_THREADS=1" in few.found and "unset OMP_NUM_THREADS" in (few.cure or "")

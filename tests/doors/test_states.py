@@ -13,11 +13,12 @@ from doors import hybrid
 from doors.hybrid import KINDS, WIDTH, MovingAverage, register, spec_of
 from enlarged import enlarged
 from hash_model import BurstRunner, Letters, learners_logprobs
-from replays import Replays, Static
+from replays import Static, graph_cache
 from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.graphs.decode import DecodeGraphs, _Graph
+from jetrl.engine.graphs.cache import GraphCache
+from jetrl.engine.graphs.decode import DecodeGraphs, GraphSize, _Held
 from jetrl.engine.plan import Plan
 from jetrl.engine.rows import PADDING, ZEROS, rows_for
 from jetrl.engine.runner import ModelRunner
@@ -102,17 +103,40 @@ def test_completions_have_the_learners_log_probs(kind: str, precision: str) -> N
         assert learners_logprobs(model, [*r.tokens, *c.tokens.tolist()])[len(r.tokens) - 1 :] == c.logprobs.tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_suspended_requests_go_on_with_their_states(kind: str) -> None:
+    """A state is made again from the tokens, as keys are: nothing of it is in what is suspended."""
+    model = model_of(kind)
+    expected = {c.request_id: c for c in engine_of(model).generate(requests())}
+    engine, done = engine_of(model, page_size=4, max_num_seqs=5), list[Completion]()
+    engine.add(requests())
+    while engine.has_work:
+        for _ in range(5):
+            if engine.has_work:
+                engine.step()
+        held = engine.suspend()
+        done += engine.collect()
+        engine.resume(held)
+    done += engine.collect()
+    assert len(done) == 25 and all(c == expected[c.request_id] for c in done)
+
+
 class Replayed(DecodeGraphs):
     """Graphs without a GPU."""
 
-    def _prepare(self, size: int, width: int, draws: bool, chunks: int) -> _Graph:
-        held = super()._prepare(size, width, draws, chunks)
+    def _prepare(self, of: GraphSize) -> _Held:
+        held = super()._prepare(of)
         held.step = Static(held.step)
         return held
 
 
 class GraphRunner(ModelRunner):
     """Decode steps as on a GPU: fixed shapes, padding rows, bursts in which each step reads what the last one wrote."""
+
+    @property
+    def graphs(self) -> GraphCache:
+        self._graphs = self._graphs or graph_cache(self.model)
+        return self._graphs
 
     def burst(self, plan: Plan, table: SamplingTable) -> int:
         return 4 if plan.is_decode else 0
@@ -123,8 +147,8 @@ class GraphRunner(ModelRunner):
         assert self.cache is not None
         if len(plan.copies):
             self.cache.copy_pages(torch.from_numpy(plan.copies))
-        if self.graphs is None:
-            self.graphs = Replayed(self.model, self.cache, Replays(), 8)  # type: ignore[arg-type]
+        if self.decode_graphs is None:
+            self.decode_graphs = Replayed(self.model, self.cache, self.graphs, 8)
         with torch.no_grad():
             return self._decode(plan, table, steps)
 
@@ -140,7 +164,7 @@ def test_decode_graphs_move_states(kind: str, monkeypatch: pytest.MonkeyPatch) -
     expected = engine.generate(requests())
     engine.runner = GraphRunner(model, engine.settings)
     assert engine.generate(requests()) == expected
-    assert engine.runner.graphs is not None and engine.runner.graphs.capture.number > 1
+    assert engine.runner.graphs.number > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +236,7 @@ def test_gradients_are_those_of_the_recurrence() -> None:
 def test_drafts_are_refused_by_name(tmp_path: Path) -> None:
     """Before the run where it can be known; a block whose rows can be written again takes them."""
     speculator = build_speculator("on", 3, 4)
-    words = "rollout.speculate: a draft that does not hold cannot be taken back from layers of the kind moving_average"
+    words = "rollout.speculate: layers of the kind moving_average keep one state per sequence"
     with pytest.raises(UserError, match=words):
         PagedEngine(model_of("moving_average"), Letters(), "flow", EngineSettings(), speculator)
     changes = {"model.arch": ARCH | {"model_type": "moving_average"}, "rollout.speculate": "on"}

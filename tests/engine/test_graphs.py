@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replays import Replays
+from replays import graph_cache
 
-from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs, GraphSize, _Graph, choose, padded_batch
+from jetrl.engine.graphs.cache import HeldStep, own_or_larger, padded_batch
+from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs, GraphSize, _Inputs
 from jetrl.engine.graphs.drafts import DraftGraphs, DraftSize
 from jetrl.engine.graphs.mixed import MixedGraphs, MixedSize
 from jetrl.engine.speculation.drafts import DraftIndex
@@ -27,11 +28,11 @@ def test_sizes_hold_their_batch(n: int, size: int) -> None:
 
 def test_the_first_demands_are_met_by_a_captured_graph_of_up_to_twice_the_rows() -> None:
     big, need = GraphSize(256, 32, True), GraphSize(240, 32, True)
-    assert choose([], need, 1) == need, "nothing else is there"
-    assert choose([big], need, 1) == big and choose([big], need, 2) == big
-    assert choose([big], need, 3) == need, "asked for again and again: its own graph pays off"
-    assert choose([big, need], need, 1) == need
-    assert choose([big, GraphSize(272, 32, True)], need, 1) == big, "the smallest that holds it"
+    assert own_or_larger([], need, 1) == need, "nothing else is there"
+    assert own_or_larger([big], need, 1) == big and own_or_larger([big], need, 2) == big
+    assert own_or_larger([big], need, 3) == need, "asked for again and again: its own graph pays off"
+    assert own_or_larger([big, need], need, 1) == need
+    assert own_or_larger([big, GraphSize(272, 32, True)], need, 1) == big, "the smallest that holds it"
 
 
 @pytest.mark.parametrize(
@@ -42,12 +43,12 @@ def test_the_first_demands_are_met_by_a_captured_graph_of_up_to_twice_the_rows()
 def test_a_graph_that_does_not_fit_is_not_taken(other: GraphSize) -> None:
     """Too few rows, more than twice as many, too narrow a page table, no draws, shared pages where none are."""
     need = GraphSize(240, 32, True)
-    assert choose([other], need, 1) == need
+    assert own_or_larger([other], need, 1) == need
 
 
 def test_a_wider_table_serves_a_narrower_one() -> None:
     wide = GraphSize(64, 64, True)
-    assert choose([wide], GraphSize(64, 32, True), 1) == wide
+    assert own_or_larger([wide], GraphSize(64, 32, True), 1) == wide
 
 
 def test_a_batch_that_runs_dry_captures_few_graphs() -> None:
@@ -57,20 +58,22 @@ def test_a_batch_that_runs_dry_captures_few_graphs() -> None:
     for n in range(256, 15, -16):
         need = GraphSize(padded_batch(n), 32, True)
         asked[need] = asked.get(need, 0) + 1
-        captured[choose(captured, need, asked[need])] = None
+        captured[own_or_larger(captured, need, asked[need])] = None
     assert [size.rows for size in captured] == [256, 112, 48, 16]
 
 
 def test_room_for_more_chunks_serves_fewer_but_some() -> None:
     wide = GraphSize(64, 64, True, 8)
-    assert choose([wide], GraphSize(64, 64, True, 4), 1) == wide
-    assert choose([wide], GraphSize(64, 64, True, 16), 1) != wide and choose([wide], GraphSize(64, 64, True), 1) != wide
+    assert own_or_larger([wide], GraphSize(64, 64, True, 4), 1) == wide
+    for need in (GraphSize(64, 64, True, 16), GraphSize(64, 64, True)):
+        assert own_or_larger([wide], need, 1) == need
 
 
 class _Uncaptured(DecodeGraphs):
     """What a graph would read, without one."""
 
-    def _prepare(self, size: int, width: int, draws: bool, chunks: int) -> _Graph:
+    def _prepare(self, of: GraphSize) -> Any:
+        size, width, _, chunks = of
         state = DecodeState.empty(size, width, self.max_steps, 128, self.device)
         plan = PagedPlan(
             cache=None, cu_seqlens=torch.arange(size + 1), query_lengths=(1,) * size, kv_lengths=state.kv_lengths,
@@ -79,7 +82,7 @@ class _Uncaptured(DecodeGraphs):
         )
         batch = ForwardBatch(state.integers[0], state.integers[1], plan, "rollout")
         step: Any = None
-        return _Graph(step, batch, state, torch.ones(size))
+        return HeldStep(of, _Inputs(batch, state, torch.ones(size)), step)
 
 
 def inputs(groups: list[int], pages: int) -> DecodeInputs:
@@ -98,12 +101,11 @@ def test_shared_pages_reach_the_graph_while_groups_shrink() -> None:
     spec = SimpleNamespace(num_heads=32, num_kv_heads=8)
     cache = SimpleNamespace(keys=torch.empty(1, 1, 128, 8, 128, dtype=torch.bfloat16), scales=None, page_size=128)
     model = SimpleNamespace(spec=spec, addresses=lambda: ())
-    capture: Any = Replays()
-    graphs = {mode: _Uncaptured(model, cache, capture, 8, mode) for mode in ("auto", "on", "off")}
+    graphs = {mode: _Uncaptured(model, cache, graph_cache(model), 8, mode) for mode in ("auto", "on", "off")}
     rooms = []
     for groups in ([16] * 4, [16, 16, 16], [9, 16, 2], [16, 1], [3, 1, 1], [1, 1]):
         held = {mode: one._ready(inputs(groups, 64), True) for mode, one in graphs.items()}
-        shared = {mode: one.batch.plan.shared for mode, one in held.items()}
+        shared = {mode: one.inputs.batch.plan.shared for mode, one in held.items()}
         n, together = sum(groups), [g for g in groups if g > 1]
         assert shared["off"] is None and not graphs["off"].merged
         assert (shared["auto"] is not None) == graphs["auto"].merged == (n >= 48), "a measured win, or too few"
@@ -130,32 +132,27 @@ class Cache:
 def test_a_cache_is_free_as_soon_as_its_graphs_are_dropped() -> None:
     """And not when the garbage collector comes by, minutes later: the next cache, and training, need the memory."""
     index = DraftIndex(2, 64, torch.device("cpu"))
-    capture: Any = Replays()
     model = SimpleNamespace(spec=SimpleNamespace(max_position=64), addresses=lambda: ())
 
-    def decode(cache: Any) -> Any:
-        graphs = DecodeGraphs(model, cache, capture, 8)
-        graphs._graphs[GraphSize(4, 32, True)] = graphs._prepare(4, 32, True, 0)
-        return graphs
+    def decode(cache: Any) -> tuple[Any, Any]:
+        return DecodeGraphs(model, cache, graph_cache(model), 8), GraphSize(4, 32, True)
 
-    def mixed(cache: Any) -> Any:
-        graphs, size = MixedGraphs(model, cache, capture), MixedSize(4, 2, 64, 32)
-        graphs._graphs[size] = graphs._prepare(size)
-        return graphs
+    def mixed(cache: Any) -> tuple[Any, Any]:
+        return MixedGraphs(model, cache, graph_cache(model)), MixedSize(4, 2, 64, 32)
 
-    def drafts(cache: Any) -> Any:
-        graphs, size = DraftGraphs(model, cache, index, capture, 8), DraftSize(4, 32, 2, True)
-        graphs._graphs[size] = graphs._prepare(size)
-        return graphs
+    def drafts(cache: Any) -> tuple[Any, Any]:
+        return DraftGraphs(model, cache, index, graph_cache(model), 8), DraftSize(4, 32, 2, True)
 
     gc.disable()
     try:
         for make in (decode, mixed, drafts):
             cache = Cache()
-            graphs, held = make(cache), weakref.ref(cache)
-            del cache
+            (user, size), held = make(cache), weakref.ref(cache)
+            graphs = user.graphs
+            graphs.held(size, user._prepare)
+            del cache, user
             assert held() is not None
-            del graphs
+            graphs.clear()
             assert held() is None, make.__name__
     finally:
         gc.enable()

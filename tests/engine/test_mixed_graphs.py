@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 from hash_model import Letters, real_model
-from replays import Replays, Static
+from replays import Mixed, graph_cache
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs import mixed as mixed_graphs
-from jetrl.engine.graphs.mixed import MixedGraphs, MixedSize, _Graph, choose
+from jetrl.engine.graphs.cache import GraphCache
+from jetrl.engine.graphs.mixed import MixedSize, choose
 from jetrl.engine.plan import Plan
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.settings import EngineSettings
-from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
+from jetrl.types import Request, SamplingParams, WeightSet
 
 
 def size(lead: int, *lengths: int, pages: int = 1) -> MixedSize:
@@ -50,35 +51,19 @@ def test_which_steps_have_a_graph() -> None:
     assert choose(full, size(255, 512), 9, 128) is None and choose(full[1:], size(255, 512), 9, 128) is not None
 
 
-class Mixed(MixedGraphs):
-    """Without a GPU. The CPU's attention takes the lengths of parts from the host, where a graph has bounds only."""
-
-    def _prepare(self, size: MixedSize) -> _Graph:
-        held = super()._prepare(size)
-        held.step = Static(lambda: self.model(self._batch_now(held, size)))
-        return held
-
-    def _batch_now(self, held: _Graph, size: MixedSize) -> ForwardBatch:
-        made = self._batch(held, size)
-        assert isinstance(made.plan, PagedPlan)
-        bounds, lengths = made.plan.query_lengths, tuple(held.starts.diff().tolist())
-        assert all(0 < length <= bound for length, bound in zip(lengths, bounds, strict=True))
-        plan = PagedPlan(
-            made.plan.cache, made.plan.cu_seqlens, lengths, made.plan.kv_lengths, made.plan.kv_pages,
-            made.plan.block_table, made.plan.slots,
-        )
-        return ForwardBatch(made.tokens, made.positions, plan, made.side)
-
-
 class MixedRunner(ModelRunner):
     """Takes the graphs wherever there is one."""
 
-    replays = Replays()
     served = 0
+
+    @property
+    def graphs(self) -> GraphCache:
+        self._graphs = self._graphs or graph_cache(self.model)
+        return self._graphs
 
     def _hidden(self, plan: Plan) -> tuple[torch.Tensor, np.ndarray | None]:
         if self.mixed is None:
-            self.mixed = Mixed(self.model, self.cache, self.replays)  # type: ignore[arg-type]
+            self.mixed = Mixed(self.model, self.cache, self.graphs)
         if (found := self.mixed.run(plan, self._slots(plan))) is None:
             return super()._hidden(plan)
         self.served += 1
@@ -110,12 +95,11 @@ def test_steps_with_prompts_give_the_same_bits(precision: str, monkeypatch: pyte
     for sizes in ({}, {"max_tokens_per_step": 14}, {"kv_cache_tokens": 140}):
         made = engine(**sizes)
         runner = made.runner = MixedRunner(model, EngineSettings(page_size=4))
-        runner.replays = Replays()
         assert made.generate(requests) == expected
         served = runner.served
-        assert served and runner.replays.number, "no step had a graph"
+        assert served and runner.graphs.number, "no step had a graph"
         made.load(WeightSet(1, "flow", {}))  # forgets the beginnings that it knows: all is computed again
         assert made.generate(requests) == expected, "a second session with what the first captured"
-        assert isinstance(runner.mixed, Mixed) and len(runner.mixed._graphs) == runner.replays.number
+        assert len(runner.graphs.sizes(MixedSize)) == runner.graphs.number
         assert runner.served - served > served, "graphs outlive a session"
     assert calls["forward"]

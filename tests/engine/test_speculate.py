@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from hash_model import BurstRunner, HashModel, Letters, learners_logprobs, make_engine, real_model, straight
-from replays import Replays, Static
+from replays import Static, graph_cache
 from tiny import numbers, saved, tiny_run
 
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.graphs.drafts import DraftGraphs, DraftSize, _Graph
+from jetrl.engine.graphs.cache import GraphCache
+from jetrl.engine.graphs.drafts import DraftGraphs, DraftSize, _Held
 from jetrl.engine.plan import Finished, Plan
 from jetrl.engine.sampler import SamplingTable, is_cut
 from jetrl.engine.settings import EngineSettings
@@ -258,7 +259,7 @@ def test_a_run_with_drafts_is_the_run_without(changes: dict[str, object], tmp_pa
 class Replayed(DraftGraphs):
     """Graphs without a GPU."""
 
-    def _prepare(self, size: DraftSize) -> _Graph:
+    def _prepare(self, size: DraftSize) -> _Held:
         held = super()._prepare(size)
         held.step = Static(held.step)
         return held
@@ -267,11 +268,16 @@ class Replayed(DraftGraphs):
 class GraphRunner(BurstRunner):
     """Steps with drafts as on a GPU: fixed shapes, padding rows, bursts, draws inside or outside of the graph."""
 
+    @property
+    def graphs(self) -> GraphCache:
+        self._graphs = self._graphs or graph_cache(self.model)
+        return self._graphs
+
     def run_drafted(self, plan: Plan, table: SamplingTable, steps: int, index: DraftIndex, rows: np.ndarray) -> Burst:
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         if self.draft_graphs is None or self.draft_graphs.index is not index:
-            self.draft_graphs = Replayed(self.model, self.cache, index, Replays(), 8)  # type: ignore[arg-type]
+            self.draft_graphs = Replayed(self.model, self.cache, index, self.graphs, 8)
         with torch.no_grad():
             return self.draft_graphs.run(plan, table.take(plan.sample_slots), rows, steps)
 
@@ -306,9 +312,9 @@ def test_steps_of_fixed_shapes_give_the_same_bits(
         assert made.generate(requests) == expected
         if holds is not None:
             assert (made.take_metrics()["rollout/tokens_per_decode_step"] > 1.2) == (holds > 0)
-        index, graphs = made.speculator.index, made.runner.draft_graphs  # type: ignore[union-attr]
-        assert isinstance(index, DraftIndex) and isinstance(graphs, Replayed)
+        index, captured = made.speculator.index, made.runner.graphs.sizes(DraftSize)  # type: ignore[union-attr]
+        assert isinstance(index, DraftIndex)
         assert 0 <= int(index.texts.min()) and int(index.texts.max()) < model.spec.vocab_size, "no tokens"
-        assert (not cut) in {size.draws for size in graphs._graphs}
-        assert max(size.rows for size in graphs._graphs) == {None: 8, 3: 4, 1: 1}[sizes.get("max_num_seqs")]
+        assert (not cut) in {size.draws for size in captured}
+        assert max(size.rows for size in captured) == {None: 8, 3: 4, 1: 1}[sizes.get("max_num_seqs")]
     assert all(calls[op] for op in ("forward", "qkv_norm_rope", "attend_cached_quantize")) and (calls["draw"] or cut)

@@ -16,6 +16,7 @@ from ranks import run_ranks
 from test_ranks_loop import assert_same_run
 from tiny import ARCH, numbers, tiny_config, tiny_data
 
+from jetrl.engine.graphs.cache import GraphCache
 from jetrl.engine.graphs.decode import DecodeGraphs
 from jetrl.parallel.world import ALONE, World
 from jetrl.parity.certificate import Workload
@@ -49,7 +50,7 @@ WORK = Workload(num_sequences=6, max_prompt=40, new_tokens=8, chunk=16, page_siz
 
 def one_run(world: World, data: Path, run_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """A run; where each publishing put the weights, and how often graphs were begun anew."""
-    publish, begin = loop.publish, DecodeGraphs.__init__
+    publish, begin, clear = loop.publish, DecodeGraphs.__init__, GraphCache.clear
     places: list[Any] = []
     graphs: list[int] = []
 
@@ -62,12 +63,16 @@ def one_run(world: World, data: Path, run_dir: Path, changes: dict[str, Any]) ->
         graphs.append(1)
         begin(self, *args)
 
-    loop.publish, DecodeGraphs.__init__ = watched, counted  # type: ignore[method-assign]
+    def dropped(self: Any) -> None:
+        graphs.append(1)
+        clear(self)
+
+    loop.publish, DecodeGraphs.__init__, GraphCache.clear = watched, counted, dropped  # type: ignore[method-assign]
     try:
         with StopRequest(world) as stop:
             ended = loop.run(tiny_config(data, COMMON | changes), run_dir, ["test"], stop)
     finally:
-        loop.publish, DecodeGraphs.__init__ = publish, begin  # type: ignore[method-assign]
+        loop.publish, DecodeGraphs.__init__, GraphCache.clear = publish, begin, clear  # type: ignore[method-assign]
     return {"ended": ended, "in_place": all(one == places[0] for one in places), "published": len(places),
             "graphs": len(graphs)}
 

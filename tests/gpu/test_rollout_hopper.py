@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs import cache, capture
+from jetrl.engine.graphs.decode import GraphSize
+from jetrl.engine.graphs.mixed import MixedSize
 from jetrl.engine.sampler import SamplingTable, sample_rows
 from jetrl.engine.settings import EngineSettings
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
@@ -145,7 +148,7 @@ def test_graphs_outlive_an_update(precision: str) -> None:
             engine.load(WeightSet(version, "flow", {}))
         got, want = kept.generate(asked), freed.generate(asked)
         assert got == want, f"weights of version {version}"
-        assert kept.runner.graphs is not None and freed.runner.cache is None
+        assert kept.runner.graphs.sizes(GraphSize) and freed.runner.cache is None
         captured.append(kept.take_metrics()["perf/graph_captures"])
         assert freed.take_metrics()["perf/graph_captures"] > 0
         with torch.no_grad():
@@ -167,5 +170,22 @@ def test_graphs_of_steps_with_prompts_change_no_bit(name: str, precision: str) -
         engine.runner.mixed_graphs = mixed
         engine.load(WeightSet(1, "flow", {}))
         found += [engine.generate(asked) for _ in range(3)]
-        assert not mixed or (engine.runner.mixed is not None and engine.runner.mixed._graphs), "no step had a graph"
+        assert bool(engine.runner.graphs.sizes(MixedSize)) == mixed, "no step had a graph"
     assert all(one == found[0] for one in found)
+
+
+def test_graphs_go_where_memory_is_short_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each capture finds too little memory, so the step that was not used for longest goes; the pool lives on."""
+    model = _models().build("qwen3", "bf16")
+    asked = ragged(model.spec.vocab_size)
+    settings = EngineSettings(page_size=128, max_num_seqs=32, keep_bytes=1 << 40)
+    plenty, short = (PagedEngine(model, NoText(), "flow", settings) for _ in range(2))
+    for engine in (plenty, short):
+        engine.load(WeightSet(1, "flow", {}))
+    want = [plenty.generate(asked) for _ in range(3)]
+    for name, value in (("_SHORT", 1 << 60), ("_TIGHT", 1 << 59)):
+        monkeypatch.setattr(capture, name, value)
+    monkeypatch.setattr(cache, "_LEAST", 2)
+    assert [short.generate(asked) for _ in range(3)] == want
+    kept = [size for kind in (GraphSize, MixedSize) for size in short.runner.graphs.sizes(kind)]
+    assert len(kept) == 2 and short.take_metrics()["perf/graph_captures"] > 2

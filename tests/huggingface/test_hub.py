@@ -172,6 +172,18 @@ def test_neither_hub_nor_cache(cache: Path, offline: bool, monkeypatch: pytest.M
         assert part in text, text
 
 
+def test_the_name_of_a_run_with_a_typo(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, cache, offline=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("sums", "words"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").touch()
+    with pytest.raises(UserError, match=r"\(searched from .*\)\. Runs in runs: sums, words\.$"):
+        hub.model_folder("runs/nope")
+    with pytest.raises(UserError, match=r"did you mean runs/sums\?$"):
+        hub.model_folder("runs/sum")
+
+
 def test_a_server_that_never_answers_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(monkeypatch, cache, f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -196,7 +208,7 @@ def test_a_file_of_weights_that_is_not_whole(cache: Path, damaged: bytes, monkey
     use(monkeypatch, cache, offline=True)
     folder = write_cache(cache, "acme/tiny", FILES | {"model.safetensors": damaged})
     blob = (folder / "model.safetensors").resolve()
-    with pytest.raises(UserError, match=rf"model.safetensors is not whole: it has \d+ bytes.*Delete {blob} and"):
+    with pytest.raises(UserError, match=rf"model.safetensors is incomplete: it has \d+ bytes.*Delete {blob} and"):
         hub.model_folder("acme/tiny", ONE)
 
 

@@ -74,6 +74,16 @@ def test_add() -> None:
     check("add", pointwise.add, lambda x, y: x + y, [normal(40, 64), normal(40, 64, seed=1)])
 
 
+def test_add_scaled() -> None:
+    """An FP32 product, an FP32 sum, one rounding: never a product that is rounded to BF16, nor a fused one."""
+    x, y, scale = normal(40, 64), torch.randn(40, 64, generator=torch.Generator().manual_seed(3)), 32 / 24**0.5
+    got = pointwise.add_scaled(x, y, scale)
+    product = (y.double() * float(torch.tensor(scale))).float()
+    assert_bitwise_equal(got, (x.double() + product.double()).float().bfloat16())
+    assert_bitwise_equal(pointwise.add_scaled(x[3:4], y[3:4], scale), got[3:4])
+    assert not torch.equal(got, x + (y * scale).bfloat16())
+
+
 def test_fused_residual_norm_is_the_two_operators_bit_for_bit() -> None:
     x, residual, weight = normal(9, 96), normal(9, 96, seed=1, scale=4), normal(96, seed=2)
     total = pointwise.add(x, residual)

@@ -37,10 +37,10 @@ from jetrl.spec import ExpertSpec, ModelSpec
 def test_linears_of_a_layer() -> None:
     """4 heads of 64 with 2 pairs of key and value, width 256, feed-forward 320."""
     assert linears_of(SPEC, 3) == {
-        ("attn", "qkv"): Linear((256, 128, 128), 256),
-        ("attn", "o"): Linear((256,), 256, writes_residual=True),
-        ("mlp", "gate_up"): Linear((320, 320), 256),
-        ("mlp", "down"): Linear((256,), 320, writes_residual=True),
+        ("attn", "qkv"): Linear((256, 128, 128), 256, projections=("q_proj", "k_proj", "v_proj")),
+        ("attn", "o"): Linear((256,), 256, writes_residual=True, projections=("o_proj",)),
+        ("mlp", "gate_up"): Linear((320, 320), 256, projections=("gate_proj", "up_proj")),
+        ("mlp", "down"): Linear((256,), 320, writes_residual=True, projections=("down_proj",)),
     }
     assert linears_of(replace(SPEC, qkv_bias=True), 0)["attn", "qkv"].bias
     assert roles_of(SPEC) == ("qkv", "o", "gate_up", "down")

@@ -77,7 +77,7 @@ def test_what_keeps_a_page_from_the_disk_is_told_once_and_ends_nothing(
         with pytest.raises(ZeroDivisionError), LiveReport(tmp_path, recorder, told.append) as page:
             page.update()
             page.update()
-            assert len(told) == 1 and "The run goes on" in told[0] and str(error).rstrip(".") in told[0]
+            assert len(told) == 1 and "The run continues" in told[0] and str(error).rstrip(".") in told[0]
             raise ZeroDivisionError  # that of the run is the one that counts
         with pytest.raises(type(error)):
             page.finish()

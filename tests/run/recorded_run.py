@@ -64,19 +64,20 @@ class Gpu(str):
 class Capture:
     """Stands for `engine.graphs.capture.Capture`: a replay runs the step."""
 
-    device = Gpu("cpu")
+    def __init__(self, device: Gpu) -> None:
+        self.device = device
+
+    def make_room(self) -> bool:
+        return True
 
     def __call__(self, step: Any) -> tuple[Any, Any]:
         return SimpleNamespace(replay=step), step()
-
-    def take(self) -> tuple[int, float]:
-        return 0, 0.0
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """The paths that a GPU takes, on a CPU: decode steps as graphs, drawn by the kernel; tokens by chance."""
-    from jetrl.engine import sampler
+    from jetrl.engine import runner, sampler
     from jetrl.engine.graphs.decode import DecodeGraphs
     from jetrl.engine.graphs.drafts import DraftGraphs
     from jetrl.engine.runner import ModelRunner
@@ -100,7 +101,7 @@ def as_on_a_gpu() -> Iterator[None]:
         held = self._ready(plan, table, rows, count, draws=True)
         for _ in range(count):
             held.step()
-        return Burst.read(held.state.record[:count, :, : len(plan.tokens)].numpy())
+        return Burst.read(held.inputs.state.record[:count, :, : len(plan.tokens)].numpy())
 
     with ExitStack() as stack:
         for name, value in {
@@ -111,7 +112,7 @@ def as_on_a_gpu() -> Iterator[None]:
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(ModelRunner, "device", property(lambda self: Gpu("cpu"))))
-        stack.enter_context(mock.patch.object(ModelRunner, "capture", Capture()))
+        stack.enter_context(mock.patch.object(runner, "Capture", Capture))
         stack.enter_context(mock.patch.object(sampler, "_sample_chunk", drawn))
         stack.enter_context(mock.patch.object(DecodeGraphs, "run", burst))
         stack.enter_context(mock.patch.object(DraftGraphs, "run", again))

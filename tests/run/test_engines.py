@@ -92,7 +92,7 @@ def test_what_its_log_probs_are_off_by_is_measured(tmp_path: Path) -> None:
     ("code", "message"),
     [
         ("class Own:\n    def load(self, w): ...\n    def add(self, r): ...\n", "it has no step, collect, forget"),
-        (ENGINE.format(keeps_bits="'yes'", shift=0.0), "set keeps_bits, True only if"),
+        (ENGINE.format(keeps_bits="'yes'", shift=0.0), "set keeps_bits, to True only if"),
         (GOOD.replace("__init__(self, context)", "__init__(self)"), r"write Own.__init__\(self, context\)"),
         (GOOD.replace("        assert c", "        assert not c"), "the constructor raised AssertionError"),
         ("Own = 3\n", "Own"),
@@ -125,7 +125,7 @@ def test_truncation_is_refused_where_the_learner_cannot_find_what_was_kept(
     cut |= named(tmp_path, False) if given == "engine" else {}
     cut |= {"precision": "fp8_rollout"} if given == "flow" else {}
     config = tiny_config(tmp_path, cut)
-    told = rf"rollout.top_p = 0.9 and rollout.min_p = 0.1: .* with {why} these are not the sampler's.*logprobs = .full"
+    told = rf"rollout.top_p = 0.9 and rollout.min_p = 0.1: .* with {why} its logits are not bit-equal.*logprobs = .full"
     if given == "kernels":
         with pytest.raises(UserError, match=told):
             check_truncation(config.model_copy(update={"kernels": "hopper_scaled_mm"}), True)
@@ -334,7 +334,7 @@ def test_an_engine_that_lies_about_its_bits_stops_the_run(tmp_path: Path, keeps_
     if not (keeps_bits and shift):
         tiny_run(tmp_path, changes)
         return
-    with pytest.raises(UserError, match=r"own.py:Own says keeps_bits = True, but in step 1 100% .* up to 0.001"):
+    with pytest.raises(UserError, match=r"own.py:Own sets keeps_bits = True, but in step 1 100% .* up to 0.001"):
         tiny_run(tmp_path, changes)
     run_dir = tmp_path / "runs" / "tiny"
     assert newest(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_000001", "the step itself is sound"

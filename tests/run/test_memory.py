@@ -15,12 +15,14 @@ from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS, LOGIT_ELEMENTS
+from jetrl.model.sharding import fill
 from jetrl.model.transformer import Transformer
 from jetrl.parity.rows import varlen
 from jetrl.precision.blocks import moe
 from jetrl.precision.blocks.block import Block, TrainingPass
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import expert_rows
+from jetrl.precision.lora import GROUPS, Lora
 from jetrl.precision.recipe import Recipe, build_recipe, recipe_of
 from jetrl.run.fit import activations, memory
 from jetrl.run.fit.advice import GPUS, on_gpu
@@ -270,9 +272,9 @@ def kept_between(spec: ModelSpec, recipe: Recipe, tokens: int, lean: bool) -> fl
     """Bytes a token that autograd keeps of the third layer of a model: three layers', less two layers'."""
     found = []
     for layers in (2, 3):
-        model = Transformer(
-            replace(spec, num_layers=layers), replace(recipe, num_layers=layers), lean_backward=lean
-        ).init_random(0)
+        model = Transformer(replace(spec, num_layers=layers), replace(recipe, num_layers=layers), lean_backward=lean)
+        fill(model, model.random_values(0))
+        model.publish()
         weights = [model.cos, model.sin, *model.parameters(), *(m.published for m in model.published_modules())]
         known = {t.untyped_storage().data_ptr() for t in weights}
         kept: dict[int, Tensor] = {}
@@ -302,7 +304,9 @@ KEPT_OF = {
 @pytest.mark.parametrize("recipe", [
     build_recipe("bf16", 3), build_recipe("w8a16", 3), build_recipe("fp8", 3), build_recipe("fp8", 3, wgrad="tile"),
     build_recipe("fp8", 3, wgrad="tile", saved_gate_up="fp8"),
-], ids=lambda r: f"{r.name}-{r.wgrad}-{r.saved_gate_up}")
+    *(build_recipe(name, 3, wgrad="tile", lora=Lora(8, 32.0, targets)) for name in ("fp8", "w8a16", "bf16")
+      for targets in (GROUPS["all"], ("k_proj", "up_proj"))),
+], ids=lambda r: f"{r.name}-{r.wgrad}-{r.saved_gate_up}-{len(r.lora.targets) if r.lora else ''}")
 @pytest.mark.parametrize("shape", KEPT_OF)
 def test_blocks_keep_what_they_say(shape: str, recipe: Recipe, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, but for what only a GPU keeps: attention's log-sums, tiles of experts' rows, places in groups."""
@@ -311,6 +315,24 @@ def test_blocks_keep_what_they_say(shape: str, recipe: Recipe, lean: bool, monke
     said = activations.saved_of_layer.__wrapped__(TrainingPass(spec, recipe, 2, tokens, lean))
     elsewhere = 4 * spec.num_heads + (0 if spec.experts is None else 12 * spec.experts.per_token)
     assert kept_between(spec, recipe, tokens, lean) == said - elsewhere
+
+
+def test_adapters_alone_have_masters_gradients_and_moments() -> None:
+    """SMALL, rank 16, all projections; in a layer A has 3 x 256, 256, 2 x 256, 512 values a rank, B 512, 256, 1024,
+    256."""
+    whole, ours = (of(SMALL, "train.optimizer_dtype=float32", "train.offload_optimizer=false", *more)
+                   for more in ((), ("lora.rank=16",)))
+    number = 2 * 16 * (3 * 256 + 256 + 2 * 256 + 512 + 512 + 256 + 1024 + 256)
+    assert (ours.masters, ours.gradients, ours.moments) == (4 * number, 4 * number, 8 * number)
+    assert ours.published == whole.published + 2 * number and ours.tables == whole.tables
+    assert ours.copy == 12 * number, "what a checkpoint holds"
+    qv = of(SMALL, "lora.rank=16", 'lora.targets=["q_proj", "v_proj"]')
+    assert qv.masters == 4 * 2 * 16 * (2 * 256 + 256 + 128)
+    assert of(SMALL, "lora.rank=16", "rl.kl_coef=0.1").others == 0 < of(SMALL, "rl.kl_coef=0.1").others
+    alone, two = of(SMALL, "lora.rank=16"), of(SMALL, "lora.rank=16", ranks=2)
+    assert two.published == alone.published and alone.in_flight == 0 < two.in_flight < 8 * number
+    halves = of(SMALL, "lora.rank=16", "train.master_dtype=bfloat16", "precision=bf16")
+    assert halves.masters == 2 * number and halves.published > of(SMALL, "precision=bf16").published - 2 * number
 
 
 def test_a_calibrated_clip_holds_the_policy_in_bf16_and_truncation_some_logits() -> None:

@@ -162,7 +162,7 @@ def test_another_content_of_a_data_file_is_refused_unless_it_is_wanted(
     tiny_run(tmp_path, more | {"checkpoint.allow_changed_data": True})
     tiny_run(tmp_path, more | {"train.steps": 3})  # the new content is the run's now
     file.write_text(text)
-    with pytest.raises(UserError, match="Put the file back, or go on with the new one by checkpoint.allow_changed"):
+    with pytest.raises(UserError, match="Put the file back, or continue with the new one: checkpoint.allow_changed"):
         tiny_run(tmp_path, more | {"train.steps": 4})
     told = " ".join(capsys.readouterr().out.split())
     assert f"continues after step 2 of 3, from {run_dir}/checkpoints/step_000002" in told, told

@@ -111,7 +111,7 @@ def test_what_environments_share_with_training_is_refused(tmp_path: Path) -> Non
 
 def test_handlers_of_the_signals_that_stop_a_run_stay_ours() -> None:
     ours = signal.getsignal(signal.SIGTERM)
-    with pytest.warns(UserWarning, match="my reward set a handler of its own for SIGTERM"), user_code("my reward"):
+    with pytest.warns(UserWarning, match="my reward set its own handler for SIGTERM"), user_code("my reward"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) == ours
 

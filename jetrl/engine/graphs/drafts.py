@@ -1,14 +1,12 @@
 """Decode steps with drafts as CUDA graphs: drafts, forward pass, draw and bookkeeping in one launch (`drafted`).
 
-The same rules hold as for `decode.DecodeGraphs`; a graph also holds the addresses of the draft index.
+A graph also holds the addresses of the draft index.
 
 Legend: `B` sequences with `J` = depth + 1 rows each, of which the first `n` are real; `M` pages per sequence.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.engine.graphs.capture import Capture
-from jetrl.engine.graphs.decode import padded_batch
+from jetrl.engine.graphs.cache import GraphCache, HeldStep, own_or_larger, padded_batch
 from jetrl.engine.plan import Plan
 from jetrl.engine.sampler import SamplingTable, is_cut, sample_rows
 from jetrl.engine.speculation.drafts import DraftIndex
@@ -40,27 +37,24 @@ class DraftSize(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Graph:
-    """A step with the tensors that it reads and writes. Its first run is a plain one, and compiles what it needs."""
+class _Inputs:
+    """What a step reads and writes."""
 
-    step: Callable[[], tuple[Proposal, ForwardBatch, Tensor]]  # with logits [B * J, V] FP32
     state: DraftState
     temperature: Tensor  # [B] FP32
-    draws: bool
-    graph: Any = None  # torch.cuda.CUDAGraph
-    found: tuple[Proposal, Tensor] | None = None  # of a replay: what a draw outside needs
-    batch: ForwardBatch | None = None  # held, because the graph reads its memory
+
+
+# gives logits [B * J, V] FP32 where tokens are drawn outside; the batch is held, because the graph reads its memory
+_Held = HeldStep[DraftSize, _Inputs, tuple[Proposal, ForwardBatch, Tensor | None]]
 
 
 class DraftGraphs:
-    """Captures on first use of a size, then replays; the tokens and log-probs are those of plain steps."""
+    """Steps with drafts as graphs of `graphs`; the tokens and log-probs are those of plain steps."""
 
-    def __init__(self, model: Any, cache: Any, index: DraftIndex, capture: Capture, max_steps: int) -> None:
-        self.model, self.cache, self.index, self.max_steps = model, cache, index, max_steps
-        self.device, self.capture = index.device, capture
-        self.addresses = model.addresses()
-        self._graphs: dict[DraftSize, _Graph] = {}
-        self._asked: Counter[DraftSize] = Counter()
+    def __init__(self, model: Any, cache: Any, index: DraftIndex, graphs: GraphCache, max_steps: int) -> None:
+        self.model, self.cache, self.index, self.graphs, self.max_steps = model, cache, index, graphs, max_steps
+        self.device = index.device
+        graphs.drop(DraftSize)  # of another cache or index
 
     @torch.no_grad()
     def run(self, plan: Plan, table: SamplingTable, rows: np.ndarray, steps: int) -> Burst:
@@ -68,24 +62,13 @@ class DraftGraphs:
         assert 1 <= steps <= self.max_steps
         cut = bool(is_cut(table, self.model.spec.vocab_size).any())
         held = self._ready(plan, table, rows, steps, draws=not cut)
+        state = held.inputs.state
         for _ in range(steps):
-            proposal, logits = self._run(held)
-            if cut:
-                self._draw(held.state, proposal, logits, table)
+            proposal, _, logits = self.graphs.run(held)
+            if logits is not None:
+                self._draw(state, proposal, logits, table)
         n = len(plan.tokens)
-        return Burst.read(held.state.record[:steps, :, :n].cpu().numpy())
-
-    def _run(self, held: _Graph) -> tuple[Proposal, Tensor]:
-        """One step; a graph's first is followed by its capture. Logits of one that draws itself have no meaning."""
-        if held.graph is not None:
-            held.graph.replay()
-            assert held.found is not None
-            return held.found
-        first, _, logits = held.step()
-        held.graph, (step, held.batch, captured) = self.capture(held.step)
-        # logits that nobody reads are not held, so the next graph can use their memory
-        held.found = step, torch.empty(0) if held.draws else captured
-        return first, logits
+        return Burst.read(state.record[:steps, :, :n].cpu().numpy())
 
     def _draw(self, state: DraftState, step: Proposal, logits: Tensor, table: SamplingTable) -> None:
         """The draw of a step from truncated distributions, which no graph holds."""
@@ -97,17 +80,13 @@ class DraftGraphs:
         tokens[:n], logprobs[:n] = drawn.view(n, j), found.view(n, j)
         settle(state, self.index, step, tokens, logprobs, torch.zeros_like(logprobs))
 
-    def _ready(self, plan: Plan, table: SamplingTable, rows: np.ndarray, steps: int, draws: bool) -> _Graph:
-        """The graph that fits, its inputs in place."""
+    def _ready(self, plan: Plan, table: SamplingTable, rows: np.ndarray, steps: int, draws: bool) -> _Held:
+        """The step that fits, its inputs in place."""
         n, j = len(plan.tokens), plan.depth + 1
         pages = -(-(int(plan.positions.max()) + (steps + 1) * j) // self.cache.page_size)
         need = DraftSize(padded_batch(n), max(32, 1 << (pages - 1).bit_length()), plan.depth, draws)
-        self._asked[need] += 1
-        fits = [s for s in self._graphs if s.holds(need) and s.rows <= 2 * need.rows]
-        taken = min(fits) if fits and self._asked[need] < 3 and need not in self._graphs else need
-        if taken not in self._graphs:
-            self._graphs[taken] = self._prepare(taken)
-        held = self._graphs[taken]
+        held = self.graphs.held(self.graphs.choose(need, own_or_larger), self._prepare)
+        inputs, taken = held.inputs, held.size
         columns = np.zeros((5, taken.rows), dtype=np.int64)
         columns[4] = self.index.rows
         columns[:, :n] = host_columns(plan, table.key, rows)
@@ -115,10 +94,10 @@ class DraftGraphs:
         temperature[:n] = table.temperature
         wide = np.zeros((taken.rows, taken.width), dtype=np.int32)
         wide[:n, : plan.block_table.shape[1]] = plan.block_table
-        held.state.columns.copy_(torch.from_numpy(columns), non_blocking=True)
-        held.state.table.copy_(torch.from_numpy(wide), non_blocking=True)
-        held.state.count.zero_()
-        held.temperature.copy_(torch.from_numpy(temperature), non_blocking=True)
+        inputs.state.columns.copy_(torch.from_numpy(columns), non_blocking=True)
+        inputs.state.table.copy_(torch.from_numpy(wide), non_blocking=True)
+        inputs.state.count.zero_()
+        inputs.temperature.copy_(torch.from_numpy(temperature), non_blocking=True)
         return held
 
     def _inputs(self, size: DraftSize) -> tuple[DraftState, Tensor]:
@@ -128,17 +107,17 @@ class DraftGraphs:
         )
         return state, torch.ones(size.rows, dtype=torch.float32, device=self.device)
 
-    def _prepare(self, size: DraftSize) -> _Graph:
+    def _prepare(self, size: DraftSize) -> _Held:
         (state, temperature), j = self._inputs(size), size.depth + 1
         starts = torch.arange(0, size.rows * j + 1, j, dtype=torch.int32, device=self.device)
         # without `self`, which would keep the cache from being freed
         step = partial(_step, self.model, self.cache, self.index, size, state, temperature, starts)
-        return _Graph(step, state, temperature, size.draws)
+        return HeldStep(size, _Inputs(state, temperature), step)
 
 
 def _step(
     model: Any, cache: Any, index: DraftIndex, size: DraftSize, state: DraftState, temperature: Tensor, starts: Tensor
-) -> tuple[Proposal, ForwardBatch, Tensor]:
+) -> tuple[Proposal, ForwardBatch, Tensor | None]:
     """The step that a graph holds. `starts` int32 [B + 1] are the first rows of the sequences."""
     j, last = size.depth + 1, model.spec.max_position - 1
 
@@ -154,7 +133,8 @@ def _step(
     # rows beyond a sequence's end are computed for nothing, but must have a place in the tables of RoPE
     batch = ForwardBatch(step.tokens.flatten(), step.positions.clamp_max(last).flatten(), plan, "rollout")
     logits = model.logits(model(batch))
-    if size.draws:
-        drawn = draw(logits, each(temperature), each(state.columns[3]), (step.positions + 1).flatten())
-        settle(state, index, step, *(x.view(size.rows, j) for x in drawn))
-    return step, batch, logits
+    if not size.draws:
+        return step, batch, logits
+    drawn = draw(logits, each(temperature), each(state.columns[3]), (step.positions + 1).flatten())
+    settle(state, index, step, *(x.view(size.rows, j) for x in drawn))
+    return step, batch, None  # logits that nobody reads are not held, so the next graph can use their memory

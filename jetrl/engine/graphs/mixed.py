@@ -6,24 +6,23 @@ long or rare steps, the step runs plainly. It ends with the hidden states: which
 
 Padding rows write nothing to the cache. Those behind the decoding ones are sequences of one key; those at the end
 belong to parts of their own that read page 0, so that no row has undefined numbers. A row's bits do not depend on the
-other rows, so padding changes none. What `graphs` says of addresses holds here too.
+other rows, so padding changes none.
 
 Legend: `L` decoding sequences, `P` parts, `R` rows of the parts, `M` pages per sequence; all padded in a graph.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.engine.graphs.capture import Capture
-from jetrl.engine.graphs.decode import padded_batch
+from jetrl.engine.graphs.cache import GraphCache, HeldStep, padded_batch
 from jetrl.engine.plan import Plan
 from jetrl.types import ForwardBatch, PagedPlan
 
@@ -69,26 +68,24 @@ def choose(captured: Collection[MixedSize], need: MixedSize, times: int, page_si
 
 
 @dataclass(slots=True)
-class _Graph:
-    """A step with the tensors that it reads. Its first run is a plain one, and compiles what it needs."""
+class _Inputs:
+    """What a step reads."""
 
     columns: Tensor  # [3, L + R] int64: tokens, positions, slots
     starts: Tensor  # [L + P + 1] int32
     table: Tensor  # [L + P, M] int32
     lengths: Tensor  # [L + P] int32
-    step: Callable[[], Tensor] | None = None
-    graph: Any = None  # torch.cuda.CUDAGraph
-    hidden: Tensor | None = None  # [L + R, D] of a replay
+
+
+_Held = HeldStep[MixedSize, _Inputs, Tensor]  # gives hidden states [L + R, D]
 
 
 class MixedGraphs:
-    """Captures sizes that come again and again, then replays; hidden states are those of plain steps, bit for bit."""
+    """Steps that come again and again as graphs of `graphs`; hidden states are those of plain steps, bit for bit."""
 
-    def __init__(self, model: Any, cache: Any, capture: Capture) -> None:
-        self.model, self.cache, self.capture, self.device = model, cache, capture, capture.device
-        self.addresses = model.addresses()
-        self._graphs: dict[MixedSize, _Graph] = {}
-        self._asked: Counter[MixedSize] = Counter()
+    def __init__(self, model: Any, cache: Any, graphs: GraphCache) -> None:
+        self.model, self.cache, self.graphs, self.device = model, cache, graphs, graphs.device
+        graphs.drop(MixedSize)  # of another cache
 
     @torch.no_grad()
     def run(self, plan: Plan, slots: np.ndarray) -> tuple[Tensor, np.ndarray] | None:
@@ -99,28 +96,20 @@ class MixedGraphs:
         lead = int(np.argmax(plan.counts != 1)) if (plan.counts != 1).any() else len(plan.counts)
         if lead == len(plan.counts):
             return None
-        counts = plan.counts[lead:]
-        need = MixedSize.of(lead, counts, plan.block_table.shape[1], self.cache.page_size)
-        self._asked[need] += 1
-        taken = choose(self._graphs.keys(), need, self._asked[need], self.cache.page_size)
+        counts, page_size = plan.counts[lead:], self.cache.page_size
+        need = MixedSize.of(lead, counts, plan.block_table.shape[1], page_size)
+        taken = self.graphs.choose(need, partial(choose, page_size=page_size))
         if taken is None:
             return None
-        if taken not in self._graphs:
-            self._graphs[taken] = self._prepare(taken)
-        held = self._graphs[taken]
+        held = self.graphs.held(taken, self._prepare)
         rows = np.arange(len(plan.tokens))
         rows[lead:] += taken.lead - lead
-        self._fill(held, taken, plan, slots, rows, lead)
-        if held.graph is not None:
-            held.graph.replay()
-            assert held.hidden is not None
-            return held.hidden, rows
-        assert held.step is not None
-        first = held.step()
-        held.graph, held.hidden = self.capture(held.step)
-        return first, rows
+        self._fill(held.inputs, taken, plan, slots, rows, lead)
+        return self.graphs.run(held), rows
 
-    def _fill(self, held: _Graph, size: MixedSize, plan: Plan, slots: np.ndarray, rows: np.ndarray, lead: int) -> None:
+    def _fill(
+        self, inputs: _Inputs, size: MixedSize, plan: Plan, slots: np.ndarray, rows: np.ndarray, lead: int
+    ) -> None:
         """The plan as inputs, padding around it."""
         number, total = len(plan.counts), size.lead + size.parts
         columns = np.zeros((3, size.lead + size.rows), dtype=np.int64)
@@ -139,26 +128,26 @@ class MixedGraphs:
         table[own, : plan.block_table.shape[1]] = plan.block_table
         starts = np.concatenate(([0], np.cumsum(counts)))
         for target, values in (
-            (held.columns, columns), (held.starts, starts), (held.table, table), (held.lengths, lengths),
+            (inputs.columns, columns), (inputs.starts, starts), (inputs.table, table), (inputs.lengths, lengths),
         ):
             target.copy_(torch.from_numpy(values.astype(np.int32) if target.dtype == torch.int32 else values))
 
-    def _prepare(self, size: MixedSize) -> _Graph:
+    def _prepare(self, size: MixedSize) -> _Held:
         total, device = size.lead + size.parts, self.device
         starts, table, lengths = (
             torch.zeros(shape, dtype=torch.int32, device=device) for shape in (total + 1, (total, size.width), total)
         )
         columns = torch.zeros(3, size.lead + size.rows, dtype=torch.int64, device=device)
-        held, model = _Graph(columns, starts, table, lengths), self.model
-        batch = self._batch(held, size)
-        held.step = lambda: model(batch)  # without `self` or `held`, which would keep the cache from being freed
-        return held
+        inputs, model = _Inputs(columns, starts, table, lengths), self.model
+        batch = self._batch(inputs, size)
+        # without `self`, which would keep the cache from being freed
+        return HeldStep(size, inputs, lambda: model(batch))
 
-    def _batch(self, held: _Graph, size: MixedSize) -> ForwardBatch:
+    def _batch(self, inputs: _Inputs, size: MixedSize) -> ForwardBatch:
         """The step that a graph holds. The lengths that the host knows of parts are bounds."""
         plan = PagedPlan(
-            cache=self.cache, cu_seqlens=held.starts, query_lengths=(1,) * size.lead + (size.rows,) * size.parts,
-            kv_lengths=held.lengths, kv_pages=(size.width,) * (size.lead + size.parts), slots=held.columns[2],
-            block_table=held.table,
+            cache=self.cache, cu_seqlens=inputs.starts, query_lengths=(1,) * size.lead + (size.rows,) * size.parts,
+            kv_lengths=inputs.lengths, kv_pages=(size.width,) * (size.lead + size.parts), slots=inputs.columns[2],
+            block_table=inputs.table,
         )
-        return ForwardBatch(held.columns[0], held.columns[1], plan, "rollout")
+        return ForwardBatch(inputs.columns[0], inputs.columns[1], plan, "rollout")

@@ -78,6 +78,12 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return _Add.apply(x, y)
 
 
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """`x + scale * y` with `y` in FP32, in FP32 and rounded to the dtype of `x`. It has no gradient of its own."""
+    assert y.dtype == torch.float32
+    return backend_of(x).add_scaled(x, y, scale)
+
+
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, master: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,12 @@ class Attention(Block):
 
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         return {
-            "qkv": Linear(spec.qkv_sections, spec.hidden_size, bias=spec.qkv_bias),
-            "o": Linear((spec.hidden_size,), spec.num_heads * spec.head_dim, writes_residual=True),
+            "qkv": Linear(
+                spec.qkv_sections, spec.hidden_size, bias=spec.qkv_bias, projections=("q_proj", "k_proj", "v_proj"),
+            ),
+            "o": Linear(
+                (spec.hidden_size,), spec.num_heads * spec.head_dim, writes_residual=True, projections=("o_proj",),
+            ),
         }
 
     def states(self, spec: ModelSpec, kv_cache: Format) -> Mapping[str, State]:
@@ -90,4 +94,6 @@ class Attention(Block):
         s = of.spec
         heads = sum(s.qkv_sections)
         total = of.kept_normed("qkv") + 2 * heads + (0 if of.lean else 2 * heads)
-        return total + 2 * s.num_heads * s.head_dim + 4 * s.num_heads
+        output = s.num_heads * s.head_dim
+        total += of.kept_input("o", output, elsewhere=True)
+        return total + 2 * output + 4 * s.num_heads

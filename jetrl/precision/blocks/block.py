@@ -27,6 +27,7 @@ class Linear:
 
     `writes_residual`: its output is the branch's output, so its initial weights are scaled by the depth. `experts`:
     W holds that many matrices, one below the other, and `sections` those of all of them; 0 is a plain linear.
+    `projections`: what Hugging Face calls those of the sections, where each may have an adapter (`precision.lora`).
     """
 
     sections: tuple[int, ...]
@@ -34,6 +35,7 @@ class Linear:
     bias: bool = False
     writes_residual: bool = False
     experts: int = 0
+    projections: tuple[str, ...] = ()
 
     @property
     def out_sections(self) -> tuple[int, ...]:
@@ -49,6 +51,7 @@ class TrainingPass:
     again       it makes the whole layer again, from its input (`train.activation_checkpointing`)
     summed      gradients are kept in BF16, and added up in FP32 matrix by matrix
     has_stream  the block's norm adds to a residual stream, as all do but the model's first
+    block       the block that is asked; None: the whole layer
     """
 
     spec: ModelSpec
@@ -59,20 +62,32 @@ class TrainingPass:
     again: bool = False
     summed: bool = False
     has_stream: bool = True
+    block: Block | None = None
 
     def linear(self, role: Role) -> LinearRecipe | None:
         """The formats of a linear; None: BF16."""
         return self.recipe.linear(self.layer, role, "train")
 
-    def kept_input(self, role: Role, size: int) -> float:
+    def adapters(self, role: Role) -> int:
+        """How many projections of a linear have an adapter."""
+        lora, block = self.recipe.lora, self.block
+        return 0 if lora is None or block is None else len(lora.adapted(block.linears(self.spec)[role].projections))
+
+    def kept_input(self, role: Role, size: int, elsewhere: bool = False) -> float:
         """Bytes a token that a linear keeps of its input of `size` values: FP8 along tokens with a scale for 128 of
-        them, or BF16."""
+        them, or BF16. With adapters, the BF16 input, unless it is kept `elsewhere`, and A x; of a frozen linear without
+        one nothing."""
+        if self.recipe.lora is not None:
+            number = self.adapters(role)
+            return (0 if elsewhere or not number else 2 * size) + 2 * self.recipe.lora.rank * number
+        if elsewhere:
+            return 0
         return 2 * size if self.linear(role) is None else size + size / 32
 
     def kept_normed(self, role: Role, fused: bool = True) -> float:
         """The same of a linear after the block's norm; where both are one function (`fused`, and FP8), it is the
         inverse RMS of the row, in FP32."""
-        one = fused and self.has_stream and self.linear(role) is not None
+        one = fused and self.has_stream and self.linear(role) is not None and self.recipe.lora is None
         return 4 if one else self.kept_input(role, self.spec.hidden_size)
 
 
@@ -117,4 +132,12 @@ class Block(ABC):
 
     def passing_bytes(self, of: TrainingPass) -> int:
         """The most bytes that the backward pass makes and frees. Where a block does not say it: an MLP's gradients."""
-        return of.tokens * (4 * of.spec.hidden_size + 10 * of.spec.intermediate_size)
+        gradients = 4 * of.spec.hidden_size + 10 * of.spec.intermediate_size
+        return of.tokens * (gradients + self.adding_bytes(of.spec, of.recipe))
+
+    def adding_bytes(self, spec: ModelSpec, recipe: Recipe) -> int:
+        """The most bytes a token that the adapters of a linear make and free: of a projection B u and its product with
+        the scale, in FP32, and its sum; and both outputs."""
+        lora = recipe.lora
+        adapted = [one for one in self.linears(spec).values() if lora is not None and lora.adapted(one.projections)]
+        return max((10 * max(one.sections) + 4 * sum(one.sections) for one in adapted), default=0)

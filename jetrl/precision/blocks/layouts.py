@@ -69,8 +69,8 @@ def require_rewind(spec: ModelSpec) -> None:
     }
     if kinds:
         raise UserError(
-            f"rollout.speculate: a draft that does not hold cannot be taken back from layers of the kind "
-            f"{' and '.join(kinds)}, which keep one state for a sequence; set it to off."
+            f"rollout.speculate: layers of the kind {' and '.join(kinds)} keep one state per sequence, so a wrong "
+            "draft cannot be undone there; set it to off."
         )
 
 

@@ -24,8 +24,10 @@ class MLP(Block):
 
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         return {
-            "gate_up": Linear(spec.gate_up_sections, spec.hidden_size),
-            "down": Linear((spec.hidden_size,), spec.intermediate_size, writes_residual=True),
+            "gate_up": Linear(spec.gate_up_sections, spec.hidden_size, projections=("gate_proj", "up_proj")),
+            "down": Linear(
+                (spec.hidden_size,), spec.intermediate_size, writes_residual=True, projections=("down_proj",),
+            ),
         }
 
     def forward(self, flow: BlockForward, x: str) -> str:
@@ -43,7 +45,7 @@ class MLP(Block):
         """What gate_up reads, gate and up (in BF16, or as codes with a scale for 128), and SwiGLU's output, which
         `model.fused_mlp` makes again."""
         f, into = of.spec.intermediate_size, of.linear("down")
-        kept = 4 if into is None or not into.saved_out.is_quantized else 2 + 2 / 32
-        fused = into is not None and into.wgrad_tiles
+        fused = into is not None and into.wgrad_tiles and of.recipe.lora is None
+        kept = 4 if into is None or not into.saved_out.is_quantized or not fused else 2 + 2 / 32
         total = of.kept_normed("gate_up", fused) + kept * f
         return total + (0 if fused else of.kept_input("down", f))

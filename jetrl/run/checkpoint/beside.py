@@ -140,10 +140,10 @@ def beside(config: Config, spec: ModelSpec, world: World) -> Beside:
     if asked == "on":
         raise common(UserError(
             f'checkpoint.background = "on": {short}. Set it to "off" (the run waits for each checkpoint), lower the '
-            "host memory that other programs use, or choose train.optimizer_dtype or train.master_dtype smaller."
+            "host memory that other programs use, or choose a smaller train.optimizer_dtype or train.master_dtype."
         ))
     if world.first:
-        warnings.warn(f'{short}: the run waits for each checkpoint. checkpoint.background = "off" says so without this '
+        warnings.warn(f'{short}: the run waits for each checkpoint. Set checkpoint.background = "off" to hide this '
                       "warning.", Notice, stacklevel=2)
     return Beside()
 

@@ -93,8 +93,8 @@ def check_data(path: Path, meta: Meta, config: Config, data: Mapping[str, str]) 
         files = ", ".join(f"{key} ({'rows from Python' if values[key] == MARK else values[key]})" for key in changed)
         other = "problems" if changed != [TOKENIZER] else "tokens (its vocabulary, rules or chat template)"
         raise UserError(
-            f"{files}: the content has changed since {path} was written, so the run would go on with other {other}. "
-            "Put the file back, or go on with the new one by checkpoint.allow_changed_data=true."
+            f"{files}: the content has changed since {path} was written, so the run would continue with other {other}. "
+            "Put the file back, or continue with the new one: checkpoint.allow_changed_data=true."
         )
 
 

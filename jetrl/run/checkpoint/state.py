@@ -17,13 +17,14 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import write_adapters
 from jetrl.model.master import frozen_values, masters_of, parts_of
 from jetrl.model.shards import Part
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.rl.calibration import Bounds
-from jetrl.run.checkpoint import checkpoint, resume, store
+from jetrl.run.checkpoint import base, checkpoint, resume, store, suspended
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
 from jetrl.train.batches import PackedBatch
@@ -50,11 +51,16 @@ def find(config: Config, run_dir: Path) -> Path | None:
     return Path(asked)
 
 
-def begin(session: Session, run_dir: Path) -> None:
-    """After the warm start: the critic takes the policy's weights; the reference policy, if there is a KL penalty, is
-    frozen and kept for resume."""
+def begin(session: Session, run_dir: Path, warm: Path | None = None) -> None:
+    """After the warm start, whose folder is `warm`: the critic takes the policy's weights; the reference policy, if
+    there is a KL penalty, is frozen and kept for resume, and so is the base of adapters that the run has made."""
     if session.learner.critic is not None:
         session.learner.critic.start_from(session.model)
+    if session.config.lora.rank is not None:
+        session.progress.base = session.model.base_digest
+    if base.made_here(session.config):
+        small = _small_files(session)
+        base.keep(session.model, session.config, small, run_dir / "checkpoints", warm, session.world)
     if session.config.rl.kl_coef > 0:
         session.progress.reference = reference_of(session.model)
         _keep_reference(session, run_dir)
@@ -81,30 +87,63 @@ def save(session: Session, run_dir: Path) -> None:
     progress, pending = session.progress, session.pending
     pending.beside.finish()
     parts, world = parts_of_run(session), session.world
+    carries = session.config.rollout.overcommit > 0
+    table, content = suspended.packed(progress.under_way) if carries else (None, None)
     meta = checkpoint.Meta(
         progress.step, progress.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), progress.initial_accuracy, progress.num_prompts,
         progress.first_row, progress.data,
-        clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds],
+        clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds], base=progress.base,
+        under_way=table,
     )
-    if world.first and pending.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
+    small, folder = _small_files(session), run_dir / "checkpoints"
+    writes = partial(_write_model, session.model, small, world)
+    if session.config.lora.rank is not None:
+        names = base.named(session.config, folder), progress.base
+        writes = partial(_write_adapters, session.model, small, world, *names)
+    if content is not None and world.first:
+        writes = partial(suspended.write_beside, writes, content)
+    writing = checkpoint.begin(
+        folder, meta, parts, writes, session.config.checkpoint.keep, world, pending.beside.copy_of(parts)
+    )
+    if pending.beside.copies:
+        alone = session.config.lora.rank is not None  # adapters are saved, not the base
+        masters = masters_of(session.model).values()
+        model = sum(prod(master.whole_shape()) for master in masters if not (alone and master.frozen))
+        whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
+        # the model once more in BF16, its tokenizer
+        pending.beside.start(writing, whole + 2 * model + sum(map(len, small.values())))
+    else:
+        writing.finish()
+    pending.saved_step = progress.step
+
+
+def _small_files(session: Session) -> dict[str, bytes]:
+    """Of the policy's folder, on the first rank; made once, not in a thread: a tokenizer is one caller's at a time."""
+    pending = session.pending
+    if session.world.first and pending.model_files is None:
         pending.model_files = hf.small_files(
             session.model.spec, tokenizer=session.tokenizer, base_config=session.base_config,
             generation_config=session.generation_config, trained_with=session.model.recipe,
         )
-    writing = checkpoint.begin(
-        run_dir / "checkpoints", meta, parts,
-        partial(_write_model, session.model, pending.model_files or {}, world), session.config.checkpoint.keep,
-        world, pending.beside.copy_of(parts),
-    )
-    if pending.beside.copies:
-        model = sum(prod(master.whole_shape()) for master in masters_of(session.model).values())
-        whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
-        small = sum(map(len, (pending.model_files or {}).values()))
-        pending.beside.start(writing, whole + 2 * model + small)  # the model once more in BF16, its tokenizer
-    else:
-        writing.finish()
-    pending.saved_step = progress.step
+    return pending.model_files or {}
+
+
+def _write_adapters(
+    model: Transformer, small: Mapping[str, bytes], world: World, named: tuple[str, str | None], digest: str | None,
+    folder: Path, state: Path, parts: Mapping[str, Part], check: Callable[[], None],
+) -> list[Path]:
+    """The policy's adapters as a PEFT folder, by the first rank. Not collective, as `_write_model`."""
+    if not world.first:
+        return []
+    check()
+    reader = None if world.alone else store.Reader(state)
+
+    def whole(name: str) -> Tensor:
+        key = f"model.{name}"
+        return parts[key].value if reader is None else reader.whole(key)
+
+    return write_adapters(folder, model.spec, model.recipe, whole, small, named, digest)
 
 
 def _write_model(
@@ -133,6 +172,12 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     with together(world):
         resume.check(path, meta, session.given, session.config, session.flow_digest)
         resume.check_data(path, meta, session.config, progress.data)
+    if base.made_here(session.config):
+        base.read_back(learner.model, path.parent, world)
+    if session.config.lora.rank is not None:
+        with together(world):
+            base.check(learner.model, meta.base, path, session.config)
+        progress.base = meta.base
     _read(session, path)
     learner.model.publish()
     if learner.critic is not None:
@@ -140,14 +185,18 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     progress.step, progress.weight_version, progress.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     progress.initial_accuracy = meta.initial_accuracy
     progress.clip_bounds = None if meta.clip_bounds is None else Bounds(*meta.clip_bounds)
+    with together(world):
+        if meta.under_way is not None:
+            progress.under_way = suspended.unpacked(path, meta.under_way, meta.files or {}, session)
     # rows before are the other folder's
     progress.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:
         reference, kept = reference_of(session.model), path.parent / _REFERENCE
-        with together(world):
-            if not kept.is_dir():
-                raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
-        store.unseal(kept, lambda _: parts_of(reference), "Start a new run.", world)
+        if session.config.lora.rank is None:
+            with together(world):
+                if not kept.is_dir():
+                    raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
+            store.unseal(kept, lambda _: parts_of(reference), "Start a new run.", world)
         progress.reference = reference.publish()
     weights = publish(session.model, progress.weight_version, session.flow_digest)
     with together(world):
@@ -165,6 +214,8 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
     needs in its own, so that it resumes from there whenever it ends. Collective."""
     if _is_of(path, run_dir):
         return
+    if base.made_here(session.config):
+        base.copy(path.parent, run_dir / "checkpoints", session.world)
     if session.progress.reference is not None:
         _keep_reference(session, run_dir)
     if session.config.checkpoint.save_interval:
@@ -206,7 +257,7 @@ def stop_non_finite(
     """
     session.pending.beside.finish()
     folder = run_dir / "failed" / f"step_{step:06d}"
-    parts = session.world.collect(batches)  # each rank holds its own micro-batches
+    parts = session.world.replicas.collect(batches)  # each rank holds its own micro-batches
 
     def write() -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -232,8 +283,10 @@ def stop_non_finite(
 
 
 def _keep_reference(session: Session, run_dir: Path) -> None:
-    """Write the reference policy where a resumed run finds it. Collective."""
+    """Write the reference policy where a resumed run finds it; with adapters it is their base. Collective."""
     assert session.progress.reference is not None
+    if session.config.lora.rank is not None:
+        return
     folder = run_dir / "checkpoints"
     on_rank0(session.world, lambda: folder.mkdir(parents=True, exist_ok=True))
     store.seal(folder / _REFERENCE, parts_of(session.progress.reference), session.world)

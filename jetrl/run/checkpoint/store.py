@@ -41,7 +41,7 @@ from jetrl.untrusted import json_file
 FILE_BYTES = 1 << 30  # of tensors in a file; a rank's host memory while it writes is that of one file, or one tensor
 _HASHING = 4  # files that a rank reads at once to hash them
 _FILES = "files.json"
-_TENSORS = "tensors"
+TENSORS = "tensors"
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name: shape and type of the whole
 
 
@@ -186,8 +186,8 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
         for name, digest in sha256_of(folder, names).items():
             if digest != expected[name]:
                 raise UserError(
-                    f"{folder / name} does not have the hash that was written down ({expected[name][:16]}...): the "
-                    f"file was damaged or changed. {advice}"
+                    f"{folder / name} does not have the recorded hash ({expected[name][:16]}...): the file was "
+                    f"damaged or changed. {advice}"
                 )
 
     gather_from_ranks(world, own)
@@ -220,7 +220,7 @@ def seal(folder: Path, parts: Mapping[str, Part], world: World = ALONE, mark: st
 
     def own() -> None:
         with full():
-            write(temporary / _TENSORS, parts, world)
+            write(temporary / TENSORS, parts, world)
 
     def end() -> None:
         with full():
@@ -262,7 +262,7 @@ def unseal(
     verify(folder, on_rank0(world, listed), advice, world)
     with together(world):
         try:
-            read(folder / _TENSORS, parts(stored(folder / _TENSORS)))
+            read(folder / TENSORS, parts(stored(folder / TENSORS)))
         except (ValueError, SafetensorError) as error:
             raise UserError(f"{folder} cannot be read ({error}). {advice}") from error
 

@@ -17,7 +17,7 @@ import torch
 
 from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.graphs.decode import padded_batch
+from jetrl.engine.graphs.cache import padded_batch
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.sharing import served
 from jetrl.engine.speculation.depth import DEPTHS

@@ -23,7 +23,7 @@ TRUNCATING = 24  # bytes for each logit in which kept tokens are found: divided,
 def asked(of: TrainingPass) -> Iterator[tuple[Block, TrainingPass]]:
     """The blocks of a layer, each with the pass as it meets it."""
     for number, block in enumerate(blocks_of(of.spec, of.layer)):
-        yield block, replace(of, has_stream=of.layer > 0 or number > 0)
+        yield block, replace(of, has_stream=of.layer > 0 or number > 0, block=block)
 
 
 @lru_cache(maxsize=256)

@@ -21,10 +21,10 @@ import torch
 from jetrl.config import Config
 from jetrl.engine.rows import rows_for
 from jetrl.engine.state_pool import MEMORY_SHARE, dequantized_bytes, page_bytes, row_bytes
-from jetrl.model.names import tensor_table
+from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
-from jetrl.precision.blocks.layouts import linears_of
+from jetrl.precision.blocks.layouts import blocks_of, linears_of
 from jetrl.precision.blocks.moe import expert_rows
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, recipe_of
@@ -61,18 +61,24 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Elements of a model's parameters: its matrices, and each vector."""
+    """Elements of a model's parameters: its matrices, each vector, and the matrices of adapters."""
 
     matrices: tuple[Matrix, ...]
     vectors: tuple[int, ...]
+    adapters: tuple[Matrix, ...] = ()  # where there are some, nothing else is trained
+
+    @property
+    def trained(self) -> tuple[Matrix, ...]:
+        """The matrices that are trained."""
+        return self.adapters or self.matrices
 
     @property
     def total(self) -> int:
         return sum(m.size for m in self.matrices) + sum(self.vectors)
 
     def owned(self, ranks: int) -> list[int]:
-        """Elements of each parameter that rank 0, which has the most, owns of `ranks`; vectors are whole."""
-        return [_rows(m, ranks) * m.width for m in self.matrices] + list(self.vectors)
+        """Elements of each trained parameter that rank 0, which has the most, owns of `ranks`; vectors are whole."""
+        return [_rows(m, ranks) * m.width for m in self.trained] + ([] if self.adapters else list(self.vectors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +190,19 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
             matrices.append(Matrix(name, linear.sections, linear.in_size, fp8, by_codes))
         else:
             matrices.append(Matrix(name, (pieces[0].shape[0],), pieces[0].shape[1]))
-    return Sizes(tuple(matrices), tuple(vectors))
+    adapters = [
+        Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].shape[1])
+        for name, pieces in adapter_table(spec, recipe.lora).items()
+    ]
+    return Sizes(tuple(matrices), tuple(vectors), tuple(adapters))
 
 
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
     """What `publish` and the backward pass leave: FP8 codes with scales, the same again `transposed` where training is
     FP8, and BF16 values where a side reads them (in one process BF16 masters themselves, if they are the values)."""
-    alias = master_dtype == "bfloat16"
-    total = 0 if alias else 2 * sum(sizes.vectors)
+    of_adapters = 0 if master_dtype == "bfloat16" and ranks == 1 else 2 * sum(m.size for m in sizes.adapters)
+    alias = master_dtype == "bfloat16" and not sizes.adapters
+    total = of_adapters + (0 if alias else 2 * sum(sizes.vectors))
     for m in sizes.matrices:
         if not all(m.fp8) and not (ranks == 1 and alias and not m.weight_only):
             total += 2 * m.size
@@ -232,12 +243,12 @@ def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
     train = config.train
     if ranks == 1 and train.reduction == "fast":
         return 0
-    whole = sorted((m.size for m in sizes.matrices), reverse=True)
+    whole = sorted((m.size for m in sizes.trained), reverse=True)
     flying = sum(whole[:IN_FLIGHT])
     count = -(-_step_tokens(config) // (train.max_tokens_per_gpu * config.rl.updates_per_step))
     lanes = ranks if train.reduction == "fast" else train.reduction_lanes or count
     if count > lanes:  # with one lane a rank, whole gradients are given up as the owned sum grows
-        flying += sum(whole) if lanes > ranks else sum(whole) - sum(_rows(m, ranks) * m.width for m in sizes.matrices)
+        flying += sum(whole) if lanes > ranks else sum(whole) - sum(_rows(m, ranks) * m.width for m in sizes.trained)
     return _BYTES[train.grad_dtype] * flying
 
 
@@ -246,7 +257,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
     train, device, host = config.train, 0, 0
     sizes = sizes_of(spec, recipe)
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
-    if config.rl.kl_coef > 0:
+    if config.rl.kl_coef > 0 and not sizes.adapters:  # else it is their base
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
     if config.rl.clip == "calibrated":  # the policy in BF16, whole on every rank
         device += 2 * (sum(m.size for m in sizes.matrices) + sum(sizes.vectors)) + _tables(spec)
@@ -343,5 +354,6 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     if spec.experts is not None:
         f = spec.experts.intermediate_size
         rows = expert_rows(spec, tokens) * (2 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f)))
+    layer += max(block.adding_bytes(spec, recipe) for block in blocks_of(spec, 0))
     scratch = 4 * spec.num_kv_heads * spec.head_dim if recipe.kv_cache.is_quantized else 0
     return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch + 2 * 4 * sequences * spec.vocab_size

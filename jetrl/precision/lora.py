@@ -1,0 +1,50 @@
+"""LoRA: a low-rank adapter beside each of some linears, whose weights are frozen. Plain data, no torch.
+
+    u = rounded(A x)                          x: the linear's BF16 input, never its codes; A [r, K], B [N, r] in BF16
+    y = rounded(y0 + s * (B u))               y0: the frozen linear's own output, rounded to BF16 as without an adapter;
+                                              B u, the product with s, and the sum in FP32; a bias is added afterwards
+
+`r` is the rank, `s` the scale: alpha / r, or alpha / sqrt(r). The projections of a fused linear have adapters of their
+own: their A's are stacked, and B goes by sections. Both sides compute this, whatever the precision of the linear is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+GROUPS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """The adapters of a model. `targets` are names of projections, as in Hugging Face's files."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What B u is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def adapted(self, projections: tuple[str, ...]) -> tuple[int, ...]:
+        """Which of the projections of a linear have an adapter, by number."""
+        return tuple(i for i, name in enumerate(projections) if name in self.targets)
+
+
+def expanded(targets: Iterable[str]) -> tuple[str, ...]:
+    """The projections that names and groups of names stand for, in the model's order."""
+    named = {name for target in targets for name in GROUPS.get(target, (target,))}
+    return tuple(name for name in GROUPS["all"] if name in named)
+
+
+def edges(sections: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First row and the one after the last of each section."""
+    ends = list(accumulate(sections))
+    return list(zip([0, *ends], ends, strict=False))

@@ -1,0 +1,242 @@
+"""A run that is opened again to compute parts of it once more: its config, and the weights of any version.
+
+Weights of version V are those of the newest checkpoint at or before step V, after which the updates of the steps up to
+V are made again: from their records, or where a step has none by rolling it out again. Without such a checkpoint the
+run begins anew, at the weights of its recipe. Nothing is written into the run's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from jetrl.config import Config, load_config, resolve
+from jetrl.config.load import quiet
+from jetrl.errors import UserError
+from jetrl.report.recorder import CONFIG_FILE
+from jetrl.rl.own import is_own
+from jetrl.run.checkpoint import checkpoint, state
+from jetrl.run.checkpoint.base import stays
+from jetrl.run.checkpoint.resume import data_digests
+from jetrl.run.gather import gather
+from jetrl.run.replay import keeping, record
+from jetrl.run.replay.record import StepRecord
+from jetrl.run.setup import Session, build, reference_of
+from jetrl.train.calibration import Calibration
+from jetrl.train.digests import UNSEEN, Digests
+from jetrl.train.packing import pack
+from jetrl.train.passes import estimate
+from jetrl.train.publish import publish
+from jetrl.train.step import update
+from jetrl.types import Group, StepReport, WeightSet
+from jetrl.untrusted import inside
+
+_WEIGHTS, _NOT_AGAIN = "published/", "the weights made again for"
+Say = Callable[[str], object]
+"""Hears what is being computed."""
+
+
+class _Quiet:
+    """The clock of a step that is rolled out again."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str, total: int | None = None) -> Iterator[None]:
+        self.seconds[phase] = 0.0
+        yield
+
+    def progress(self) -> Callable[[StepReport], None]:
+        return lambda report: None
+
+    def message(self, text: str) -> None:
+        pass
+
+
+def config_of(run_dir: Path) -> Config:
+    """The config of a run folder, resolved for this machine. UserError where it is no run."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UserError(f"{run_dir} has no {CONFIG_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
+    config = load_config(inside(run_dir, CONFIG_FILE), (), quiet)
+    # the data may be gone: what is replayed stands in the records
+    kept = config.checkpoint.model_copy(update={"allow_changed_data": True, "resume": "never", "background": "auto"})
+    place = {"output_dir": str(run_dir.absolute().parent), "checkpoint": kept}
+    return resolve(config.model_copy(update=place), cuda_available=torch.cuda.is_available())
+
+
+@contextmanager
+def opened(run_dir: Path, version: int, say: Say = lambda text: None) -> Iterator[Rerun]:
+    """The run in `run_dir`, brought to the weights of `version`."""
+    run_dir = run_dir.absolute()
+    config, found = config_of(run_dir), _checkpoint_for(run_dir, version)
+    if found is None and config.sft.steps:
+        raise UserError(_gone(run_dir, version))
+    session = build(config, weights=found is None or stays(config))
+    try:
+        rerun = Rerun(session, run_dir, say)
+        rerun.begin(found)
+        rerun.to(version)
+        yield rerun
+    finally:
+        session.close()
+
+
+def _checkpoint_for(run_dir: Path, version: int) -> Path | None:
+    """The newest checkpoint that is not after `version`."""
+    fitting = [path for path in checkpoint.complete(run_dir / "checkpoints") if _step(path) <= version]
+    return fitting[-1] if fitting else None
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _gone(run_dir: Path, version: int) -> str:
+    kept = [_step(path) for path in checkpoint.complete(run_dir / "checkpoints")]
+    there = f"its checkpoints are of steps {record.ranges(kept)}" if kept else "it has no checkpoints"
+    return (
+        f"{run_dir}: the weights of version {version}, with which step {version + 1} began, are gone: {there}, and "
+        "what comes before the first step (a warm start) is not made again. Take a later step, or keep more "
+        "checkpoints in the next run (checkpoint.keep)."
+    )
+
+
+class Rerun:
+    """An opened run. `notes`: what may explain a difference, in sentences."""
+
+    def __init__(self, session: Session, run_dir: Path, say: Say) -> None:
+        self.session, self.run_dir, self.say = session, run_dir, say
+        self.notes = differences(run_dir, session)
+        self.weights: WeightSet | None = None
+        self._changed_data: list[str] = []
+        self._knows_under_way = True
+
+    @property
+    def version(self) -> int:
+        return self.session.progress.weight_version
+
+    def begin(self, found: Path | None) -> None:
+        """Take the state of a checkpoint; None: that before the first step."""
+        session = self.session
+        if found is not None:
+            session.progress.data = data_digests(session.config, session.tokenizer, session.own)
+            there = checkpoint.load(found).data
+            self._changed_data = [key for key, digest in there.items() if session.progress.data.get(key) != digest]
+            state.restore(session, found, self.run_dir)
+        else:
+            if session.learner.critic is not None:
+                session.learner.critic.start_from(session.model)
+            if session.config.rl.kl_coef > 0:
+                session.progress.reference = reference_of(session.model)
+        self.load()
+
+    def load(self) -> None:
+        """Give the engine the weights as they are."""
+        session = self.session
+        session.engine.load(publish(session.model, self.version, session.flow_digest))
+
+    def to(self, version: int) -> None:
+        """Make the updates of the steps up to `version` again. UserError where one cannot be."""
+        assert version >= self.version, "weights do not go back"
+        kept = set(record.steps_of(self.run_dir))
+        while self.version < version:
+            step = self.version + 1
+            self.say(f"step {step} again, {'from its record' if step in kept else 'rolled out anew'}")
+            if step in kept:
+                self._repeat_to_go_on(record.read(self.run_dir, step))
+            else:
+                self._roll_out(step)
+            self.load()
+
+    def repeat(self, one: StepRecord, seen: Digests | None = None) -> tuple[dict[str, int], list[Group]]:
+        """Make a recorded step's update: its digests, by names as those of the record, and its groups with their
+        advantages."""
+        self._require_alike(one)
+        seen = Digests() if seen is None else seen
+        learnt = learn(self.session, one.learnt, one.step, one.next_prompt, seen)
+        keeping.add_weights(seen, self.session)
+        return seen.take(), learnt
+
+    def _repeat_to_go_on(self, one: StepRecord) -> None:
+        """The update of a step on the way to a later version; a note if its weights are not those of the run."""
+        found = self.repeat(one)[0]
+        self._knows_under_way = not self.session.config.rollout.overcommit
+        wrong = [name for name, value in one.digests.items() if name.startswith(_WEIGHTS) and found[name] != value]
+        if wrong and not any(note.startswith(_NOT_AGAIN) for note in self.notes):
+            self.notes.append(
+                f"{_NOT_AGAIN} version {one.step} are not those of the run ({wrong[0].removeprefix(_WEIGHTS)} is the "
+                f"first that differs): replay the update of step {one.step}"
+            )
+
+    def _require_alike(self, one: StepRecord) -> None:
+        session = self.session
+        if one.flow_digest != session.flow_digest:
+            raise UserError(
+                f"Step {one.step} of {self.run_dir} was computed in the flow {one.flow_digest}, and here it is "
+                f"{session.flow_digest}: the model's config.json, or jetrl, is another one. Take those of the run."
+            )
+        if one.ranks > 1 and session.config.train.reduction == "fast":
+            raise UserError(
+                f"Step {one.step} of {self.run_dir} was computed by {one.ranks} ranks with train.reduction = "
+                '"fast", whose sums depend on their number, and a replay runs in one process. Replay log-probs or '
+                'rollout of the step after a checkpoint, or set train.reduction = "fixed" in the next run.'
+            )
+
+    def _roll_out(self, step: int) -> None:
+        if self._changed_data:
+            raise UserError(
+                f"{self.run_dir} has no record of step {step}, and cannot roll it out again: "
+                f"{', '.join(self._changed_data)} changed since. Put the data back, or take another step."
+            )
+        if not self._knows_under_way:
+            raise UserError(
+                f"{self.run_dir} has no record of step {step}, and cannot roll it out again: of the answers that were "
+                "carried over into it there is nothing in the record of the step before. Take an earlier step, or one "
+                "after the next checkpoint."
+            )
+        done = gather(self.session, _Quiet(), step)
+        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN)
+        self.session.progress.under_way = done.under_way
+
+
+def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests) -> list[Group]:
+    """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
+    the groups with their advantages."""
+    config, progress = session.config, session.progress
+    batches = pack(
+        groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
+        weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
+        updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
+        max_off_policy_steps=config.most_behind,
+    )
+    learnt, batches, _ = estimate(
+        groups, batches, session.learner, progress.reference, config, session.unified,
+        given=is_own(config.rl.adv_estimator),
+    )
+    clip = Calibration(session.learner, config, progress.clip_bounds)
+    clip.begin(batches, step)
+    seen.add_batches(batches)
+    update(session.learner, batches, clip.config, step, None, clip.measure, seen)
+    publish(session.model, progress.weight_version + 1, session.flow_digest)
+    progress.step, progress.weight_version, progress.num_prompts = step, progress.weight_version + 1, next_prompt
+    progress.clip_bounds = clip.bounds
+    return learnt
+
+
+def differences(run_dir: Path, session: Session) -> list[str]:
+    """In which versions, and on which device, the run was computed, where that is not so here."""
+    steps = record.steps_of(run_dir)
+    there = record.read(run_dir, steps[-1]).made_with if steps else {}
+    here = keeping.made_with(session.model.head_weight.device)
+    return [f"{what}: {text}" for what, text in unlike(there, here).items()]
+
+
+def unlike(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """By what differs, both values in words."""
+    return {key: f"{there[key]} in the run, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]}

@@ -1,0 +1,40 @@
+"""`jetrl replay` for people: what was computed again, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jetrl.report.text import wrapped
+from jetrl.run.replay import record
+from jetrl.run.replay.checks import Replayed
+
+_MEANING = {
+    "logprobs": "log-probs recomputed by the learner's forward pass, with the weights that drew each token",
+    "rollout": "tokens drawn again, with the log-prob of each",
+    "update": "batches, log-probs, losses, gradients, masters, moments and published weights of the update",
+}
+
+
+def newest(run_dir: Path) -> int:
+    """The newest step with a record, for whoever names none; a number that is refused where there is none."""
+    return max(record.steps_of(run_dir), default=0)
+
+
+def show(found: Replayed, console: Console) -> None:
+    """Print the outcome."""
+    console.print(f"Step {found.step}: {_MEANING[found.what]}.")
+    verdict = "all equal, bit for bit" if found.same else f"{found.different:,} differ"
+    console.print(f"  {found.checked:,} {found.unit}: {verdict}", style="green" if found.same else "red")
+    if found.first is not None:
+        console.print(wrapped(f"first: {found.first}", 2), markup=False)
+    for note in found.notes:
+        console.print(wrapped(f"note: {note}", 2), style="dim", markup=False)
+
+
+def to_json(found: Replayed) -> dict[str, Any]:
+    """The same as a table."""
+    return asdict(found) | {"same": found.same}

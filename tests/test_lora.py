@@ -108,7 +108,7 @@ def test_bad_input(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
 def test_a_config_without_adapters_has_the_digest_of_before_and_one_with_them_comes_back(tmp_path: Path) -> None:
     """The digest is that of the code before there was a section [lora]."""
     config = load_config(find_recipe("quickstart"))
-    assert digest(config) == "0ca2678f36d177ea"
+    assert digest(config, {"checkpoint.replay_steps"}) == "0ca2678f36d177ea"
     assert "lora" not in to_toml(config) and config.lora == LoraConfig()
     ours = load_config(find_recipe("quickstart"), ["lora.rank=16", 'lora.targets=["mlp"]'])
     (tmp_path / "again.toml").write_text(to_toml(ours))

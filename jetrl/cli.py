@@ -449,6 +449,31 @@ def replay(
     raise SystemExit(0 if found.same else 1)
 
 
+@app.command("bisect")
+def bisect_runs(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run folder.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, such as its repetition.", show_default=False)],
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Run the code that the runs' recipes name without asking.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Find where two runs begin to differ: the step, the first op, its index and both bit patterns. Exits with 0 if
+    they do not."""
+    from jetrl import trust
+    from jetrl.run.replay import bisect, show
+    from jetrl.run.replay.rerun import config_of
+
+    for run in (a, b):
+        trust.require(run, config_of(run), [], trusted, _question(True), takes_recipe=False)
+    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
+    found = bisect.bisect(a, b, quiet)
+    if as_json:
+        typer.echo(json.dumps(show.to_json(found), indent=1))
+    else:
+        show.show_bisected(found, out)
+    raise SystemExit(0 if found.same else 1)
+
+
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],

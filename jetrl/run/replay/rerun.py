@@ -237,6 +237,11 @@ def differences(run_dir: Path, session: Session) -> list[str]:
     return [f"{what}: {text}" for what, text in unlike(there, here).items()]
 
 
-def unlike(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+def unlike(
+    there: Mapping[str, str], here: Mapping[str, str], names: tuple[str, str] = ("the run", "this process")
+) -> dict[str, str]:
     """By what differs, both values in words."""
-    return {key: f"{there[key]} in the run, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]}
+    return {
+        key: f"{there[key]} in {names[0]}, {here[key]} in {names[1]}"
+        for key in here if there.get(key, here[key]) != here[key]
+    }

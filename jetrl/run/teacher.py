@@ -53,7 +53,7 @@ def _folder(path: str, revision: str | None, *, weights: bool = False) -> Path:
     if is_adapters(folder):
         raise UserError(
             f"{KEY} = {path} holds adapters, and a teacher is a whole model. Add them to their base first: "
-            "`jetrl export --merge`."
+            "`jetrl export FOLDER OUT --merge`."
         )
     return folder
 

@@ -96,6 +96,7 @@ REACHED_THROUGH = {
     "engine/slots": "engine/scheduler",
     "engine/turns": "engine/scheduler",
     "run/compare": "cli",
+    "serve/http": "serve/front",
     "tasks/protocol": "tasks/task",
     "user_code/calls": "environments/conversations",
     "user_code/time_limit": "chat/template_trial",

@@ -256,6 +256,17 @@ class RLConfig(Section):
         default="drop", description="How answers that mask_truncated leaves out are counted. drop: in no mean. count: "
         "in the denominators of loss_agg, with loss 0, as in TRL.",
     )
+    max_off_policy_steps: Annotated[
+        int, NoEffectWhile("rollout.overcommit", (0.0,)), Since("0.3.0", 2),
+    ] = Field(
+        default=2, ge=0, description="With rollout.overcommit: the most updates that lie between the weights that drew "
+        "a token and those that learn from it.")
+    on_stale: Annotated[
+        Literal["wait", "drop"], NoEffectWhile("rollout.overcommit", (0.0,)), Since("0.3.0", "wait"),
+    ] = Field(
+        default="wait", description="With rollout.overcommit: what becomes of groups that would get older than "
+        "max_off_policy_steps. wait: the step goes on until they are complete, and learns from them. drop: they are "
+        "left out, and never learned from: cheaper, and it prefers short answers.")
     entropy_coef: Annotated[float, Kernels(off=(0.0,)), Elsewhere("verl: entropy_coeff", same=("TRL",))] = Field(
         default=0.0, ge=0, description="Weight of an entropy bonus.")
 

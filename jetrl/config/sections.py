@@ -288,6 +288,11 @@ class Config(Section):
         """Tokens of the longest prompt with its longest response."""
         return self.task.max_prompt_length + self.rollout.max_response_length
 
+    @property
+    def most_behind(self) -> int:
+        """The most updates between the weights that drew a token and those that learn from it."""
+        return self.rl.max_off_policy_steps if self.rollout.overcommit else 0
+
     @model_validator(mode="before")
     @classmethod
     def _dapo_buffer(cls, data: Any) -> Any:
@@ -304,6 +309,8 @@ class Config(Section):
         rollout = self.rollout
         yield from vllm_problems(self)
         yield from self._size_problems()
+        if rollout.overcommit:
+            yield from self._carry_problems()
         yield from self._lora_problems()
         yield from teacher_problems(self)
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
@@ -337,6 +344,38 @@ class Config(Section):
                 "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
                 f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
                 ("rollout.prompts_per_step",),
+            )
+
+    def _carry_problems(self) -> Iterator[Problem | str]:
+        """What does not go together with answers that are carried over from one step to the next."""
+        key, rollout, rl = "rollout.overcommit", self.rollout, self.rl
+        if rollout.engine != "jetrl":
+            yield Problem(
+                key, f"rollout.engine = {toml_literal(rollout.engine)} cannot suspend answers and let them go on with "
+                'other weights; set rollout.engine = "jetrl", or rollout.overcommit = 0', ("rollout.engine",),
+            )
+        if self.environment.name is not None:
+            yield Problem(
+                key, "carries single answers over; what an environment has in memory is in no checkpoint, so "
+                "conversations end in the step in which they began. Set rollout.overcommit = 0, or remove "
+                "environment.name", ("environment.name",),
+            )
+        if rollout.logprobs == "sampled" and rollout.truncates:
+            yield Problem(
+                key, "the learner does not know what older weights kept of a truncated distribution; set "
+                'rollout.logprobs = "full", remove top_p, top_k and min_p, or set rollout.overcommit = 0',
+                ("rollout.logprobs", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+            )
+        if rl.rollout_is == "none":
+            yield Problem(
+                key, "tokens of older weights need importance weights; set rl.rollout_is = \"token\" (truncated at "
+                "rl.rollout_is_threshold), or rollout.overcommit = 0", ("rl.rollout_is",),
+            )
+        if rl.max_off_policy_steps < 1:
+            yield Problem(
+                "rl.max_off_policy_steps", f"= 0 leaves nothing to carry over, and rollout.overcommit = "
+                f"{rollout.overcommit:g}: what is under way after a step is a step older. Set it to 1 or more, or "
+                "rollout.overcommit = 0", (key,),
             )
 
     def _lora_problems(self) -> Iterator[Problem | str]:

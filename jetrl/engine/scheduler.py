@@ -124,6 +124,11 @@ class Scheduler:
                 self.turns.cancel(seq.id)
         return sorted(dropped, key=attrgetter("request"))
 
+    def drawn(self) -> dict[int, int]:
+        """How many tokens of each request that waits or runs were drawn."""
+        running = {s.id: int(self.slots.length[s.slot]) - s.prefix.length for s in self.running}
+        return running | {s.id: len(s.tokens) - s.prefix.length for s in self.waiting}
+
     def _drop(self, ids: Collection[int]) -> list[Tracked]:
         assert self._plan is None, "nothing is dropped between schedule() and commit()"
         gone = set(ids)

@@ -221,7 +221,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """`x + scale * y` with `y` in FP32, what an adapter adds: an FP32 product, an FP32 sum, rounded."""
-    return (x.to(torch.float32) + y * scale).to(x.dtype)
+    return (y * scale).add_(x).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.rl.calibration import Bounds
+from jetrl.rollout.carry import UnderWay
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
@@ -53,6 +54,7 @@ class Progress:
     clip_bounds: Bounds | None = None  # of a calibrated clip, once they have been found
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
+    under_way: tuple[UnderWay, ...] = ()  # groups that go on in the next step
     reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty
     base: str | None = None  # digest of the frozen base of adapters
 

@@ -136,6 +136,7 @@ def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "kl", {"rl.kl_coef": 0.1, "rl.kl_in": "reward", "rl.kl_estimator": "k1"}
     yield "experts", EXPERTS | {"rl.dynamic_sampling": "refill"}
     yield "calibrated", {"rl.clip": "calibrated", "rl.updates_per_step": 2, "train.steps": 2}
+    yield "carried", {"rollout.overcommit": 0.5, "rl.rollout_is": "token", "train.steps": 2}
     yield "drafts", {"rollout.speculate": "on", "train.share_prompts": True, "train.steps": 2}
     yield "warm", {"sft.steps": 2, "sft.batch_size": 4, "task.reward": None, "sft.cache_dir": str(folder / "sft"),
                    "rollout.max_response_length": 24, "train.steps": 1}

@@ -77,6 +77,7 @@ def noted(name: str, called: set[str], op: Any) -> Any:
         {"rl.kl_coef": 0.1, "sft.steps": 2, "train.share_prompts": True}, {"rl.algo": "ppo"},
         {"rollout.top_p": 0.9, "precision": "bf16"}, {"rl.updates_per_step": 2, "rl.clip": "calibrated"},
         {"quant.kv_cache": "fp8", "quant.num_first_layers_in_bf16": 1},
+        {"lora.rank": 4, "rl.kl_coef": 0.1, "sft.steps": 2, "rl.updates_per_step": 2, "rl.clip": "calibrated"},
     ],
 )
 def test_settings_reach_the_miniature(tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

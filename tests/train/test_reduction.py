@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     UNTIED: WIDE | QWEN2 | {"rl.updates_per_step": 2},
     LANES: WIDE | {"train.reduction_lanes": 5},
     FROZEN: WIDE | QWEN2 | {"name": "frozen"},
+    "w8a16, adapters": WIDE | QWEN2 | {"lora.rank": 8, "train.lr": 3e-2, "precision": "w8a16"},
     # more matrices of experts than blocks that one rank owns; an expert may get no token
     "fp8, experts": {
         "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 6, "model.arch.num_experts_per_tok": 2,

@@ -132,4 +132,12 @@ class Block(ABC):
 
     def passing_bytes(self, of: TrainingPass) -> int:
         """The most bytes that the backward pass makes and frees. Where a block does not say it: an MLP's gradients."""
-        return of.tokens * (4 * of.spec.hidden_size + 10 * of.spec.intermediate_size)
+        gradients = 4 * of.spec.hidden_size + 10 * of.spec.intermediate_size
+        return of.tokens * (gradients + self.adding_bytes(of.spec, of.recipe))
+
+    def adding_bytes(self, spec: ModelSpec, recipe: Recipe) -> int:
+        """The most bytes a token that the adapters of a linear make and free: of a projection B u and its product with
+        the scale, in FP32, and its sum; and both outputs."""
+        lora = recipe.lora
+        adapted = [one for one in self.linears(spec).values() if lora is not None and lora.adapted(one.projections)]
+        return max((10 * max(one.sections) + 4 * sum(one.sections) for one in adapted), default=0)

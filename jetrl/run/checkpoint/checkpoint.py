@@ -4,6 +4,7 @@ A checkpoint is a folder `checkpoints/step_000100`:
 
     model/       Hugging Face folder (BF16), for `eval`, `export` and other programs; of adapters a PEFT folder
     state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`store.py`)
+    under_way.safetensors   with rollout.overcommit, tokens and log-probs of answers that are under way
     state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file and of itself; its presence
                  makes the folder complete
 
@@ -68,6 +69,7 @@ class Meta:
     first_row: int = 0  # the step of the first row of the run folder's metrics
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     clip_bounds: list[float] | None = None  # of a calibrated clip
+    under_way: list[dict[str, Any]] | None = None  # groups that go on in the next step (`suspended.py`)
     base: str | None = None  # digest of the frozen base of adapters
     files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
     digest: str | None = None  # SHA-256 of all of the above; None in checkpoints until 2026-11-24
@@ -348,6 +350,8 @@ def _check_types(meta: Meta) -> None:
         "data": hashes, "settings": table, "paths": table, "flow_digest": ("a string", lambda v: isinstance(v, str)),
         "clip_bounds": ("two numbers or null", lambda v: v is None or (
             isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v))),
+        "under_way": ("a list of tables or null", lambda v: v is None or (
+            isinstance(v, list) and all(isinstance(x, dict) for x in v))),
         "base": ("a string or null", lambda v: v is None or isinstance(v, str)),
         "initial_accuracy": ("a number or null", lambda v: v is None or type(v) in (int, float)),
     }

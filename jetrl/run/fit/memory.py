@@ -25,7 +25,7 @@ from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS
 from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
-from jetrl.precision.blocks.layouts import linears_of
+from jetrl.precision.blocks.layouts import blocks_of, linears_of
 from jetrl.precision.blocks.moe import expert_rows
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, recipe_of
@@ -376,5 +376,6 @@ def _forward_passing(spec: ModelSpec, recipe: Recipe, tokens: int) -> int:
     if spec.experts is not None:
         f = spec.experts.intermediate_size
         rows = expert_rows(spec, tokens) * (2 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f)))
+    layer += max(block.adding_bytes(spec, recipe) for block in blocks_of(spec, 0))
     scratch = 4 * spec.num_kv_heads * spec.head_dim if recipe.kv_cache.is_quantized else 0
     return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch

@@ -223,3 +223,11 @@ def test_a_repeat_of_a_step_gives_the_same(tmp_path: Path) -> None:
         rollout = carry.round(4, lambda report: None)
         found.append((rollout.groups, carry.left(), carry.place))
     assert found[0] == found[1] and session.progress.under_way == () and found[0][2] == 8
+
+
+def test_memory_is_predicted_for_all_that_is_under_way(tmp_path: Path) -> None:
+    from jetrl.run.fit.memory import _asked
+
+    plain, more = (tiny_config(tmp_path, ragged({"rollout.overcommit": share, "eval.eval_interval": 0} | (
+        {"rl.max_off_policy_steps": 2} if not share else {}))) for share in (0.0, 0.5))
+    assert list(_asked(plain, 1)) == [(8, 56)] and list(_asked(more, 1)) == [(12, 56)]

@@ -101,8 +101,8 @@ def _unlike_machines(a: Path, b: Path) -> list[str]:
     steps = record.steps_of(a), record.steps_of(b)
     if not all(steps):
         return []
-    made = [record.read(run, of[-1]).made_with for run, of in zip((a, b), steps, strict=True)]
-    return [f"{key}: {text}" for key, text in unlike(*made, names=("A", "B")).items()]
+    mine, other = (record.read(run, of[-1]).made_with for run, of in zip((a, b), steps, strict=True))
+    return [f"{key}: {text}" for key, text in unlike(mine, other, ("A", "B")).items()]
 
 
 def _nothing_in_common(a: Path, b: Path) -> str:

@@ -39,8 +39,7 @@ ELSEWHERE = {
     "parity/depth.py": {"--beside", "--depth", "--kv-cache", "--turns"},  # `jetrl parity --depth` alone
     "parity/depth_command.py": {"--svg"},
     "run/replay/command.py": {"--json", "--trust"},  # the options themselves
-    "run/fit/advice.py": {"--gpu"},  # of --dry-run
-    "run/replay/command.py": {"--json", "--trust"},  # the options themselves
+    "run/fit/advice.py": {"--gpu"},  # the options themselves
 }
 
 

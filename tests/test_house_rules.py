@@ -71,6 +71,7 @@ SWALLOWERS = [
 REACHED_THROUGH = {
     "config/precedence": "config/load",
     "config/rollout": "config/sections",
+    "config/teacher": "config/sections",
     "config/train": "config/sections",
     "huggingface/config": "huggingface/read",
     "kernels/gemm/deepgemm": "kernels/gemm/table",

@@ -25,14 +25,17 @@ from jetrl.presets import OWN, PRESETS
 FILE: dict[str, Any] = {"name": "file", "train_file": "t.jsonl"}
 BASE: dict[str, Any] = {"name": "x", "model": {"path": "folder"}, "task": {"name": "addition"}}
 ARCH: dict[str, Any] = {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"}
+OF: dict[str, dict[str, Any]] = {"distill": {"teacher": {"path": "folder"}}}  # what an algorithm cannot do without
 
 SECTIONS: list[type[Section]] = [Config, *sections().values()]
 
 # Configs that between them switch every rule off, and every other check into its other branch.
 BASES: dict[str, dict[str, Any]] = {
     "plain": BASE,
-    **{algo: {**BASE, "rl": {"algo": algo}} for algo in PRESETS},
-    **{f"{algo}, off-policy": {**BASE, "rl": {"algo": algo, "updates_per_step": 2}} for algo in PRESETS},
+    **{algo: {**BASE, **OF.get(algo, {}), "rl": {"algo": algo}} for algo in PRESETS},
+    **{f"{algo}, off-policy": {**BASE, **OF.get(algo, {}), "rl": {"algo": algo, "updates_per_step": 2}}
+       for algo in PRESETS},
+    "teacher and rewards": {**BASE, "teacher": {"path": "folder"}},
     "own estimator": {**BASE, "rl": {"adv_estimator": "mine.py:f"}},
     **{precision: {**BASE, "precision": precision} for precision in ("bf16", "fp8_rollout", "w8a16")},
     "row": {**BASE, "quant": {"wgrad": "row"}},
@@ -144,6 +147,8 @@ def with_switch(switch: str, value: Any) -> dict[str, Any]:
         base = {**BASE, "rl": {"adv_estimator": "gae"}}
     if (switch, value) == ("task.name", "environment"):
         base = {**BASE, "environment": {"name": "retry"}}
+    if (switch, value) == ("rl.adv_estimator", "teacher"):
+        base = {**BASE, **OF["distill"]}
     return base
 
 
@@ -407,7 +412,7 @@ def test_a_switch_edited_in_a_copied_recipe_drops_what_depends_on_it(recipe: str
     data = read_toml(shipped()[recipe])
     for switch, offs in sorted({(rule.switch, rule.off) for _, rule in RULES}, key=str):
         for off in map(example, offs):
-            if switch.startswith("model.") or switch in ("task.dataset", "task.name") or off == "vllm":
+            if switch.startswith("model.") or switch in ("task.dataset", "task.name") or off in ("vllm", "teacher"):
                 continue  # those need another key in their place
             edited = in_file(merged(data, **{switch: off}), tmp_path / "copy.toml")
             override = f"{switch}={toml_literal('none' if off is None else off)}"

@@ -1,4 +1,4 @@
-"""Advantages: relative to the group (GRPO, Dr.GRPO, RLOO) or of single tokens (REINFORCE++, GAE).
+"""Advantages: relative to the group (GRPO, Dr.GRPO, RLOO) or of single tokens (REINFORCE++, GAE, a teacher).
 
 Everything is Python floats, and every sum over trajectories or tokens is correctly rounded (`math.fsum`), so an
 advantage depends neither on the order of trajectories nor on the machine.
@@ -76,8 +76,8 @@ def advantages(
     state in which the token was drawn (needed by gae); None for a trajectory that is not `in_loss` (None: all are). The
     returns have that layout.
 
-    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P, a function of the user's either;
-    None outside the loss.
+    grpo and rloo give one number per trajectory, reinforce_pp, gae and teacher a tuple of P, a function of the user's
+    either; None outside the loss.
 
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories in the loss of
     -kl_coef * sum_t kl_t; absent where there is none. Those of the rewards themselves are in `selection.reward_stats`.
@@ -215,6 +215,11 @@ def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]]
     return whiten(rows, config.adv_epsilon, _largest(items)) if config.norm_adv_by_std else rows, returns
 
 
+def _teacher(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], None]:
+    """Nothing of rewards: the teacher's part (`rl.distill`) comes on top. A KL to the reference counts by token."""
+    return [item.penalties or [0.0] * item.trajectory.num_policy_tokens for item in items], None
+
+
 def _largest(items: Sequence[_Item]) -> float:
     return max((item.whole_size for item in items), default=0.0)
 
@@ -225,7 +230,7 @@ BY_GROUP: dict[str, ByGroup] = {
     "grpo": lambda scores, config, size: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon, size),
     "rloo": lambda scores, config, size: rloo_advantages(scores, size),
 }
-BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae}
+BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae, "teacher": _teacher}
 
 
 def _items(

@@ -1,7 +1,7 @@
-"""Settings by GPU, predicted: the tables of docs/GPUS.md.
+"""Settings by GPU, predicted: the tables of docs/GPUS.md, and that of docs/LORA.md.
 
     python benchmarks/what_fits.py            # prints them
-    python benchmarks/what_fits.py --write    # puts them into the page
+    python benchmarks/what_fits.py --write    # puts them into the pages
 
 For each model, number of GPUs and length of answers: what `jetrl train --dry-run` would advise, beginning with the
 settings of `START`. It takes seconds, and needs no GPU.
@@ -22,6 +22,8 @@ from jetrl.run.fit.memory import Memory, predict
 from jetrl.spec import SHAPES
 
 PAGE = Path(__file__).parents[1] / "docs" / "GPUS.md"
+LORA_PAGE = PAGE.with_name("LORA.md")
+ADAPTERS = ("lora.rank=32",)
 BEGIN, END = "<!-- fits:begin -->\n", "<!-- fits:end -->\n"
 RECIPE = "gsm8k_qwen3_0.6b"
 START = ("train.max_tokens_per_gpu=16384", "rollout.max_num_seqs=256")
@@ -47,9 +49,9 @@ def start(length: int, ranks: int) -> list[str]:
 
 
 @cache
-def fit(model: str, gpu: str, ranks: int, length: int) -> Fit | None:
+def fit(model: str, gpu: str, ranks: int, length: int, more: tuple[str, ...] = ()) -> Fit | None:
     spec, room = SHAPES[model], GPUS[gpu]
-    config = on_gpu(load_config(find_recipe(RECIPE), start(length, ranks), quiet))
+    config = on_gpu(load_config(find_recipe(RECIPE), [*start(length, ranks), *more], quiet))
     alone = predict(config, spec, ranks, room)
     if alone.fits(room):
         return Fit(Change(()), alone)
@@ -74,21 +76,46 @@ def tables() -> str:
 def _row(name: str, length: int, found: Fit | None) -> str:
     if found is None:
         return f"| {name} | {length:,} | does not fit | | |"
-    settings = " ".join(f"`{part}`" for part in str(found.change).split()) or "nothing"
     host = found.memory.host + found.memory.copy
-    return f"| {name} | {length:,} | {settings} | {found.memory.peak / GIB:.0f} | {host / GIB:.0f} |"
+    return f"| {name} | {length:,} | {_settings(found)} | {found.memory.peak / GIB:.0f} | {host / GIB:.0f} |"
 
 
-def placed(page: str) -> str:
-    """The page with the tables between its marks."""
+def lora_table() -> str:
+    """Whole weights and adapters on one GPU, answers of up to 1,024 tokens."""
+    rows = [
+        "| model | GPU | whole weights: also set | GiB | adapters: also set | GiB | host GiB |",
+        "|---|---|---|--:|---|--:|--:|",
+    ]
+    for model, name in list(MODELS.items())[2:]:
+        for gpu in ("h100", "h200"):
+            whole, ours = (fit(model, gpu, 1, LENGTHS[0], more) for more in ((), ADAPTERS))
+            host = "" if ours is None else f"{(ours.memory.host + ours.memory.copy) / GIB:.1f}"
+            rows.append(f"| {name} | {gpu.upper()} | {_settings(whole)} | {_peak(whole)} | {_settings(ours)} | "
+                        f"{_peak(ours)} | {host} |")
+    return "\n".join(rows) + "\n"
+
+
+def _settings(found: Fit | None) -> str:
+    if found is None:
+        return "does not fit"
+    return " ".join(f"`{part}`" for part in str(found.change).split()) or "nothing"
+
+
+def _peak(found: Fit | None) -> str:
+    return "" if found is None else f"{found.memory.peak / GIB:.0f}"
+
+
+def placed(page: str, made: str | None = None) -> str:
+    """The page with the tables, or with what is `made` instead, between its marks."""
     before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + tables() + END + rest.partition(END)[2]
+    return before + BEGIN + (tables() if made is None else made) + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/GPUS.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     if parser.parse_args().write:
         PAGE.write_text(placed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        LORA_PAGE.write_text(placed(LORA_PAGE.read_text(encoding="utf-8"), lora_table()), encoding="utf-8")
     else:
-        print(tables())
+        print(tables(), lora_table(), sep="\n")

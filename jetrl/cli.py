@@ -20,6 +20,7 @@ from jetrl.errors import UserError, of_system, status_of
 from jetrl.process_exit import ctrl_c_is_reported, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
+from jetrl.run.replay import command as replay_command
 from jetrl.untrusted import guard_terminal, printable
 
 app = typer.Typer(
@@ -425,28 +426,7 @@ def environment(
     raise SystemExit(try_out(trial, turns, lambda text: out.print(text, markup=False)))
 
 
-@app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    step: Annotated[int | None, typer.Option(min=1, help="Which step (default: the newest that is kept).")] = None,
-    what: Annotated[str, typer.Option(help="logprobs, rollout or update.")] = "logprobs",
-    trusted: Annotated[bool, typer.Option(
-        "--trust", help="Do not ask before running the code that the run's recipe names.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
-) -> None:
-    """Recompute a step of a run and compare it with what was recorded, bit for bit. Exits with 0 if all is equal."""
-    from jetrl import trust
-    from jetrl.run.replay import checks, show
-    from jetrl.run.replay.rerun import config_of
-
-    trust.require(run, config_of(run), [], trusted, _question(True), takes_recipe=False)
-    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
-    found = checks.replay(run, show.newest(run) if step is None else step, what, quiet)
-    if as_json:
-        typer.echo(json.dumps(show.to_json(found), indent=1))
-    else:
-        show.show(found, out)
-    raise SystemExit(0 if found.same else 1)
+replay_command.add_to(app, out, _question)
 
 
 @app.command()

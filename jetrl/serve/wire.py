@@ -24,7 +24,7 @@ _SEEDS = 2**64 - 1
 # What a client may send and the server need not read: it changes no token.
 _HARMLESS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "session_id", "cache_salt", "request_id", "priority", "verbosity",
+    "session_id", "cache_salt", "request_id", "priority", "verbosity",
 }
 # Field -> the values with which it changes nothing; with any other it is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,9 +35,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (), "reasoning_effort": (), "web_search_options": (), "use_beam_search": (False,),
     "min_tokens": (0,), "prompt_logprobs": (0,), "skip_special_tokens": (False,), "detokenize": (True,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "tool_choice": ("none", "auto"),
-    "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "structured_outputs": (),
+    "parallel_tool_calls": (True,), "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "structured_outputs": (),
     "bad_words": ([],), "logits_processors": ([],), "truncate_prompt_tokens": (),
 }
+_OF_ANSWERS = ("audio", "refusal", "annotations", "function_call")  # empty in our answers, which clients send back
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "logprobs",
@@ -135,7 +137,9 @@ def messages_of(value: Any) -> tuple[Mapping[str, Any], ...]:
         where = f"messages[{i}]"
         if not isinstance(message, dict):
             raise Refused(f"{where} = {shown(message, 60)}: send an object with role and content.", param=where)
-        given = {key: each for key, each in message.items() if each is not None and key not in ("audio", "refusal")}
+        given = {key: each for key, each in message.items() if each is not None and key not in _OF_ANSWERS}
+        if not given.get("tool_calls", True):  # some libraries write an empty list
+            del given["tool_calls"]
         if isinstance(given.get("content"), list):
             given["content"] = "".join(_part(where, part) for part in given["content"])
         if given.get("role") == "developer":  # OpenAI's later name of the role

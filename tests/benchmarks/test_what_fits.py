@@ -23,6 +23,21 @@ def test_the_page_is_what_is_predicted_now() -> None:
     assert PAGE == what_fits.placed(PAGE), "run python benchmarks/what_fits.py --write"
 
 
+def test_the_page_on_lora_is_what_is_predicted_now_and_what_it_advises_fits() -> None:
+    page = what_fits.LORA_PAGE.read_text(encoding="utf-8")
+    assert page == what_fits.placed(page, what_fits.lora_table()), "run python benchmarks/what_fits.py --write"
+    of_name, seen = {name: model for model, name in what_fits.MODELS.items()}, 0
+    for row in what_fits.lora_table().splitlines()[2:]:
+        name, gpu, _, _, settings, peak, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        overrides = [*what_fits.start(1024, 1), *what_fits.ADAPTERS, *re.findall(r"`([^`]+)`", settings)]
+        config = on_gpu(load_config(find_recipe(what_fits.RECIPE), overrides, quiet))
+        memory = predict(config, SHAPES[of_name[name]], 1, GPUS[gpu.lower()])
+        assert memory.fits(GPUS[gpu.lower()]) == (settings != "does not fit")
+        assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
+        seen += 1
+    assert seen == 8
+
+
 @pytest.mark.parametrize("ranks, gpu, rows", TABLES, ids=lambda text: text if len(text) < 5 else "")
 def test_what_the_page_advises_fits(ranks: str, gpu: str, rows: str) -> None:
     """As a user takes it: the printed overrides on the command line, in one go."""

@@ -241,6 +241,24 @@ def test_the_recipe_of_the_large_mixture_fits_two_h200() -> None:
     assert predict(wider, SHAPES["qwen3-30b-a3b"], 4, H200).fits(H200), "as the comment says"
 
 
+@pytest.mark.parametrize(("name", "shape"), [
+    ("gsm8k_qwen3_8b_lora", "qwen3-8b"), ("gsm8k_qwen3_32b_lora", "qwen3-32b"),
+])
+def test_the_recipes_with_adapters_fit_one_h100(name: str, shape: str) -> None:
+    """And their head comments say what is predicted."""
+    room = GPUS["h100"]
+    predicted, text = predict(config_of(recipe=name), SHAPES[shape], 1, room), find_recipe(name).read_text()
+    assert predicted.fits(room) and predicted.sequences >= 160 and predicted.host == 0
+    assert f"Memory: {round(predicted.peak / GIB)} GiB at the peak, predicted" in text
+    if shape == "qwen3-8b":
+        less = predicted.peak - predict(config_of("precision=fp8", recipe=name), SHAPES[shape], 1, room).peak
+        assert f"precision=fp8 takes {round(less / GIB)} GiB less" in text
+    else:
+        more = ("train.activation_checkpointing=false", "train.max_tokens_per_gpu=4096")
+        large = predict(config_of(*more, recipe=name), SHAPES[shape], 1, H200)
+        assert large.fits(H200) and f"{more[0]} {more[1]} fits too ({round(large.peak / GIB)} GiB)" in text
+
+
 def test_a_block_from_outside_counts_by_its_linears_or_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squared(MLP):
         kind = "squared"

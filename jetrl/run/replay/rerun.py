@@ -20,7 +20,6 @@ from jetrl.report.recorder import CONFIG_FILE
 from jetrl.rl.own import is_own
 from jetrl.run.checkpoint import checkpoint, state
 from jetrl.run.checkpoint.base import stays
-from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.gather import gather
 from jetrl.run.replay import keeping, record
 from jetrl.run.replay.record import StepRecord
@@ -125,7 +124,7 @@ class Rerun:
         """Take the state of a checkpoint; None: that before the first step."""
         session = self.session
         if found is not None:
-            session.progress.data = data_digests(session.config, session.tokenizer, session.own)
+            session.progress.data = state.digests_of(session)
             there = checkpoint.load(found).data
             self._changed_data = [key for key, digest in there.items() if session.progress.data.get(key) != digest]
             state.restore(session, found, self.run_dir)
@@ -217,7 +216,7 @@ def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int
     )
     learnt, batches, _ = estimate(
         groups, batches, session.learner, progress.reference, config, session.unified,
-        given=is_own(config.rl.adv_estimator),
+        given=is_own(config.rl.adv_estimator), teacher=session.teacher,
     )
     clip = Calibration(session.learner, config, progress.clip_bounds)
     clip.begin(batches, step)
@@ -237,6 +236,11 @@ def differences(run_dir: Path, session: Session) -> list[str]:
     return [f"{what}: {text}" for what, text in unlike(there, here).items()]
 
 
-def unlike(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+def unlike(
+    there: Mapping[str, str], here: Mapping[str, str], names: tuple[str, str] = ("the run", "this process")
+) -> dict[str, str]:
     """By what differs, both values in words."""
-    return {key: f"{there[key]} in the run, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]}
+    return {
+        key: f"{there[key]} in {names[0]}, {here[key]} in {names[1]}"
+        for key in here if there.get(key, here[key]) != here[key]
+    }

@@ -1,0 +1,116 @@
+"""Adapters on a Hopper GPU: rows alone have the bits of rows in a batch, the definition, gradients, certificates.
+
+Written without a GPU at hand: not run yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.model.adapter import Adapter, draw_adapters, without_adapters
+from jetrl.model.master import accumulate_in
+from jetrl.model.sharding import fill
+from jetrl.model.transformer import Transformer
+from jetrl.parity.certificate import Workload, certify
+from jetrl.parity.rows import varlen
+from jetrl.precision.lora import GROUPS, Lora
+from jetrl.precision.recipe import build_recipe
+from jetrl.spec import SHAPES
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+SIZES = [  # input size, sections, which have an adapter: qkv, o, gate_up and down of Qwen3-0.6B, and odd sizes
+    (1024, (2048, 1024, 1024), (0, 1, 2)), (2048, (1024,), (0,)), (1024, (3072, 3072), (0, 1)), (3072, (1024,), (0,)),
+    (200, (72, 40, 40), (0, 2)),
+]
+
+
+def adapter_of(rank: int, size: tuple[int, tuple[int, ...], tuple[int, ...]]) -> Adapter:
+    inputs, sections, chosen = size
+    names = tuple(GROUPS["all"][i] for i in chosen)
+    made = Adapter(Lora(rank, 24.0, names), inputs, sections, chosen, torch.float32, torch.bfloat16).to(CUDA)
+    generator = torch.Generator(CUDA).manual_seed(rank)
+    for part in (made.a, made.b):
+        part.weight.data.normal_(0, 0.1, generator=generator)
+        part.publish()
+    return made
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator(CUDA).manual_seed(seed), device=CUDA).bfloat16()
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 192])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_do_not_depend_on_the_batch(rank: int, size: tuple[int, tuple[int, ...], tuple[int, ...]]) -> None:
+    adapter, rows = adapter_of(rank, size), 513
+    x, y = drawn(rows, size[0]), drawn(rows, sum(size[1]), seed=1)
+    with torch.no_grad():
+        whole = adapter(x, y)
+        for m in (1, 2, 7, 16, 17, 64, 65, 128, 129, 256, 512):
+            for start in (0, rows - m):
+                part = slice(start, start + m)
+                assert torch.equal(adapter(x[part], y[part]), whole[part]), f"{m} rows from {start} on"
+    with torch.enable_grad():
+        assert torch.equal(adapter(x, y), whole)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_values_and_gradients_against_float64(size: tuple[int, tuple[int, ...], tuple[int, ...]]) -> None:
+    adapter = adapter_of(16, size)
+    x, y = drawn(300, size[0]).requires_grad_(), drawn(300, sum(size[1]), seed=1).requires_grad_()
+    dy = drawn(300, sum(size[1]), seed=2)
+    got = adapter(x, y)
+    grads = torch.autograd.grad(got, [x, y, adapter.a.weight, adapter.b.weight], dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, y, adapter.a.published, adapter.b.published)]
+    wx, wy, a, b = leaves
+    parts = [wy[:, start:stop] for start, stop in _edges(size[1])]
+    for i, ((start, stop), (first, last)) in enumerate(adapter.places):
+        at = next(n for n, edge in enumerate(_edges(size[1])) if edge == (start, stop))
+        parts[at] = parts[at] + adapter.scale * (wx @ a[i * 16 : (i + 1) * 16].T @ b[first:last].T)
+    want = torch.cat(parts, 1)
+    true = torch.autograd.grad(want, leaves, dy.double())
+    for ours, exact in zip((got, *grads), (want, *true), strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < 1e-2
+
+
+def _edges(sections: tuple[int, ...]) -> list[tuple[int, int]]:
+    ends = torch.tensor(sections).cumsum(0).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "w8a16", "bf16"])
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "tiny-moe"])
+def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
+    """Packed, chunked, decoded in graphs, with pages that samples share, with drafts; and the adapters are seen."""
+    spec = replace(SHAPES[shape], num_layers=2)
+    with torch.device("meta"):
+        model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"])))
+    fill(model, model.random_values(0), CUDA)
+    model.to(CUDA)
+    draw_adapters(model, 1)
+    model.publish()
+    found = certify(model, Workload(24, 300, 32), "drawn", lambda text: None)
+    assert found.ok, [link for link in found.links if not link.ok]
+    batch = varlen([torch.arange(100, device=CUDA), torch.arange(7, device=CUDA)])
+    with torch.no_grad():
+        assert not torch.equal(model(batch), without_adapters(model)(batch))
+
+
+def test_graphs_read_adapters_that_were_published_again() -> None:
+    """Publishing changes no address, so captured steps see the new values."""
+    spec = replace(SHAPES["qwen3-0.6b"], num_layers=1)
+    with torch.device("meta"):
+        model = Transformer(spec, build_recipe("fp8", 1, lora=Lora(16, 32.0, GROUPS["all"])))
+    fill(model, model.random_values(0), CUDA)
+    model.to(CUDA).publish()
+    accumulate_in(model, torch.float32)
+    before = model.addresses()
+    draw_adapters(model, 1)
+    model.publish()
+    assert model.addresses() == before
+    assert certify(model, Workload(8, 100, 16), "published again", lambda text: None).ok

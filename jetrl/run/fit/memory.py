@@ -355,10 +355,8 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     r = config.rollout
     assert r.max_tokens_per_step is not None, "resolve() has set it"
     tokens = min(r.max_tokens_per_step, r.prompts_per_step * config.task.max_prompt_length + sequences)
-<<<<<<< HEAD
     if r.num_carried:  # what goes on is computed again, as long as it has become
         tokens = r.max_tokens_per_step
-=======
     return _forward_passing(spec, recipe, tokens) + 2 * 4 * sequences * spec.vocab_size
 
 
@@ -373,7 +371,6 @@ def _judging(config: Config, tokens: int) -> int:
 
 def _forward_passing(spec: ModelSpec, recipe: Recipe, tokens: int) -> int:
     """The most that a layer makes and frees without gradients."""
->>>>>>> h/int
     d, f = spec.hidden_size, spec.intermediate_size
     fp8 = recipe.quantizes_activations
     layer = 4 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f))

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "parity/depth_command.py": {"--svg"},
     "run/replay/command.py": {"--json", "--trust"},  # the options themselves
     "run/fit/advice.py": {"--gpu"},  # of --dry-run
+    "run/replay/command.py": {"--json", "--trust"},  # the options themselves
 }
 
 

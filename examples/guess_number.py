@@ -1,4 +1,4 @@
-"""An environment of one's own: the policy guesses a number, and is told `>` (higher) or `<` (lower).
+"""Your own environment: the policy guesses a number, and reads `>` (higher) or `<` (lower).
 
 The signs are those of `builtin:arithmetic`; with a chat model, write "higher" and "lower".
 """

@@ -1,4 +1,4 @@
-"""Parts of the objective in a file of one's own: a surrogate, an estimator of advantages, an aggregation.
+"""Parts of the objective in your own file: a surrogate, an estimator of advantages, an aggregation.
 
     jetrl train quickstart rl.updates_per_step=2 rl.surrogate=examples/objective.py:soft_gate
     jetrl train quickstart rl.adv_estimator=examples/objective.py:above_median

@@ -1,4 +1,4 @@
-"""Training from Python: rows, a reward and a callback of one's own, step by step. `python train_from_python.py [STEPS]`
+"""Training from Python: your own rows, reward and callback, step by step. `python train_from_python.py [STEPS]`
 
 A small model with random weights learns to answer sums with digits of the right result; some ten seconds on a CPU.
 """

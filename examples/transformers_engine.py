@@ -1,4 +1,4 @@
-"""A rollout engine of one's own: transformers' model, fed with the named weights that training publishes.
+"""Your own rollout engine: transformers' model, fed with the named weights that training publishes.
 
     jetrl train examples/guess_number.toml rollout.engine=examples/transformers_engine.py:TransformersEngine
 

@@ -1,13 +1,25 @@
-"""Token ids and log-probs as read-only arrays; whatever has such a form may be given. No torch."""
+"""Token ids and log-probs as read-only arrays, whatever form they are given in; which weights drew them. No torch."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Which weights drew a row of tokens: (first token, weight version) of each piece, in order."""
+
+
+def check_spans(spans: Spans, count: int) -> None:
+    """ValueError unless they begin at token 0 of `count`, and none is empty."""
+    edges = [*(start for start, _ in spans), max(count, 1)]
+    if spans and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
+        raise ValueError(f"spans {spans} of {count} tokens: they begin at 0, and each is not empty")
 
 
 def token_ids(values: ArrayLike) -> np.ndarray:

@@ -20,6 +20,7 @@ from jetrl.errors import UserError, of_system, status_of
 from jetrl.process_exit import ctrl_c_is_reported, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
+from jetrl.run.replay import command as replay_command
 from jetrl.untrusted import guard_terminal, printable
 
 app = typer.Typer(
@@ -350,7 +351,8 @@ def flow(
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, typer.Argument(
+        help="Overrides, such as eval.num_samples=4.", show_default=False)] = None,
     revision: Revision = None,
     nproc: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
@@ -424,29 +426,7 @@ def environment(
     raise SystemExit(try_out(trial, turns, lambda text: out.print(text, markup=False)))
 
 
-@app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    step: Annotated[int | None, typer.Option(min=1, help="Which step (default: the newest that is kept).")] = None,
-    what: Annotated[str, typer.Option(help="logprobs, rollout or update.")] = "logprobs",
-    trusted: Annotated[bool, typer.Option(
-        "--trust", help="Run the code that the run's recipe names without asking.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
-) -> None:
-    """Compute a step of a run again and compare it with what was recorded, bit for bit. Exits with 0 only if all is
-    equal."""
-    from jetrl import trust
-    from jetrl.run.replay import checks, show
-    from jetrl.run.replay.rerun import config_of
-
-    trust.require(run, config_of(run), [], trusted, _question(True), takes_recipe=False)
-    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
-    found = checks.replay(run, show.newest(run) if step is None else step, what, quiet)
-    if as_json:
-        typer.echo(json.dumps(show.to_json(found), indent=1))
-    else:
-        show.show(found, out)
-    raise SystemExit(0 if found.same else 1)
+replay_command.add_to(app, out, _question)
 
 
 @app.command()
@@ -471,20 +451,20 @@ def export(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help=CHECKPOINT)],
-    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's needs a key.")] =
+    host: Annotated[str, typer.Option(help="Address to listen on; any but this machine's own needs a key.")] =
     "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option(
-        envvar="JETRL_API_KEY", help="Key that clients must send. Others on this machine can read arguments, so "
-        "better set the variable.", show_default=False, show_envvar=True,
+        envvar="JETRL_API_KEY", help="Key that clients must send. Other users can read arguments, so setting "
+        "the variable is safer.", show_default=False, show_envvar=True,
     )] = None,
     name: Annotated[str, typer.Option(help="The model's name for clients (default: that of its folder).")] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     revision: Revision = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all answers to requests that give no seed.")] = 0,
-    max_requests: Annotated[int, typer.Option(min=1, help="Answers owed at once; beyond it clients get 429.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of requests that give none.")] = 0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Open requests; beyond these, clients get 429.")] = 1024,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
     kv_cache_tokens: Annotated[int, typer.Option(
         min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,

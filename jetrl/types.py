@@ -9,12 +9,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from jetrl.arrays import NO_TOKENS, NOTHING
+from jetrl.arrays import NO_TOKENS, NOTHING, check_spans
+from jetrl.arrays import Spans as Spans
 from jetrl.arrays import log_probs as log_probs
 from jetrl.arrays import token_ids as token_ids
 
@@ -25,16 +25,6 @@ Side = Literal["train", "rollout"]
 Author = Literal["policy", "environment"]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "turns", "error", "timeout"]
-
-Spans = tuple[tuple[int, int], ...]
-"""Which weights drew a row of tokens: (first token, weight version) of each piece, in order."""
-
-
-def check_spans(spans: Spans, count: int) -> None:
-    """ValueError unless they begin at token 0 of `count`, and none is empty."""
-    edges = [*(start for start, _ in spans), max(count, 1)]
-    if spans and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
-        raise ValueError(f"spans {spans} of {count} tokens: they begin at 0, and each is not empty")
 
 
 class _Sampled:
@@ -220,7 +210,7 @@ class Engine(ABC):
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.
-    `suspends`: whether it has `suspend` and `resume`.
+    `suspends`: whether it has `suspend`, `resume` and `drawn`.
     """
 
     keeps_bits: bool
@@ -268,6 +258,11 @@ class Engine(ABC):
     def resume(self, unfinished: Sequence[Unfinished]) -> None:
         """`add` for requests that `suspend` gave back: they go on with the weights that are loaded now."""
         raise NotImplementedError(f"{type(self).__name__} cannot resume requests")
+
+    def drawn(self) -> dict[int, int]:
+        """How many tokens each request that waits or runs has, those before it was resumed included. Only where
+        `suspends`."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell how far its requests are")
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Requests that may reach so many tokens each are to come. Until the next call."""

@@ -16,7 +16,7 @@ WITH_RANK = NoEffectWhile("lora.rank", (None,))
 
 
 class LoraConfig(Section):
-    """Adapters of low rank beside the linears, over a base that is frozen (docs/LORA.md)."""
+    """Low-rank adapters beside the linears of a frozen base (docs/LORA.md)."""
 
     section: ClassVar[str] = "lora"
     rank: Annotated[

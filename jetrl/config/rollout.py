@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -122,6 +123,16 @@ class RolloutConfig(Section):
         default=7, ge=1, le=7, description="Maximum number of tokens guessed per sequence and step. Steps guess 0, 1, "
         "3 or 7, so 2 means 1, and 4, 5 and 6 mean 3.")
 
+    overcommit: Annotated[float, Since("0.3.0", 0.0)] = Field(
+        default=0.0, ge=0, le=1, description="Groups that are under way beside the prompts_per_step that a step needs, "
+        "as a share of these. The step ends when enough groups are complete; the others go on in the next one, under "
+        "its weights (docs/ASYNC.md). 0: none, all answers are of the newest weights.")
+
+    @property
+    def num_carried(self) -> int:
+        """Groups under way beside those that a step learns from."""
+        return ceil(self.overcommit * self.prompts_per_step - 1e-9)
+
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from truncated distributions."""
@@ -166,8 +177,8 @@ class EnvironmentConfig(Section):
         str | None, Holds("code"),
         Elsewhere("verl: multi_turn.enable interaction_config_path; TRL: environment_factory"),
     ] = Field(
-        default=None, description="calculator, retry, tools, or your own as module:Class or path/to/file.py:Class. "
-        "none: single answers.",
+        default=None, description="calculator, retry, tools, command, or your own as module:Class or "
+        "path/to/file.py:Class. none: single answers.",
     )
     params: Annotated[
         dict[str, Any], CONVERSATIONS_ONLY,

@@ -28,6 +28,7 @@ from jetrl.config.rl import RLConfig
 from jetrl.config.rollout import EnvironmentConfig as EnvironmentConfig
 from jetrl.config.rollout import RolloutConfig
 from jetrl.config.task import TaskConfig as TaskConfig
+from jetrl.config.teacher import TeacherConfig, teacher_problems
 from jetrl.config.toml import toml_literal
 from jetrl.config.train import TrainConfig
 from jetrl.config.vllm import VLLMConfig, vllm_problems
@@ -188,7 +189,7 @@ class CheckpointConfig(Section):
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
     replay_steps: Annotated[int, NoBits(), Since("0.3.0", 0)] = Field(
         default=100, ge=0, description="Newest steps whose tokens, log-probs and digests are kept for `jetrl replay` "
-        "and `jetrl bisect` (docs/REPLAY.md). 0: none.")
+        "(docs/REPLAY.md). 0: none.")
     allow_changed_data: bool = Field(
         default=False, description="Resume even if a local data file or the tokenizer has changed.")
 
@@ -274,6 +275,7 @@ class Config(Section):
         default=VLLMConfig(), description="vLLM as the rollout's engine.")
     environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
     rl: RLConfig = Field(default=RLConfig(), description="Objective.")
+    teacher: TeacherConfig = Field(default=TeacherConfig(), description="Distillation.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
     sft: Annotated[SFTConfig, WarmStart()] = Field(default=SFTConfig(), description="Warm start.")
     eval: Annotated[EvalConfig, MayChange()] = Field(default=EvalConfig(), description="Evaluation.")
@@ -285,6 +287,11 @@ class Config(Section):
     def longest(self) -> int:
         """Tokens of the longest prompt with its longest response."""
         return self.task.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def most_behind(self) -> int:
+        """The most updates between the weights that drew a token and those that learn from it."""
+        return self.rl.max_off_policy_steps if self.rollout.overcommit else 0
 
     @model_validator(mode="before")
     @classmethod
@@ -302,7 +309,10 @@ class Config(Section):
         rollout = self.rollout
         yield from vllm_problems(self)
         yield from self._size_problems()
+        if rollout.overcommit:
+            yield from self._carry_problems()
         yield from self._lora_problems()
+        yield from teacher_problems(self)
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
                    f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")
@@ -334,6 +344,38 @@ class Config(Section):
                 "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
                 f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
                 ("rollout.prompts_per_step",),
+            )
+
+    def _carry_problems(self) -> Iterator[Problem | str]:
+        """What does not go together with answers that are carried over from one step to the next."""
+        key, rollout, rl = "rollout.overcommit", self.rollout, self.rl
+        if rollout.engine != "jetrl":
+            yield Problem(
+                key, f"rollout.engine = {toml_literal(rollout.engine)} cannot suspend answers and let them go on with "
+                'other weights; set rollout.engine = "jetrl", or rollout.overcommit = 0', ("rollout.engine",),
+            )
+        if self.environment.name is not None:
+            yield Problem(
+                key, "carries single answers over; what an environment has in memory is in no checkpoint, so "
+                "conversations end in the step in which they began. Set rollout.overcommit = 0, or remove "
+                "environment.name", ("environment.name",),
+            )
+        if rollout.logprobs == "sampled" and rollout.truncates:
+            yield Problem(
+                key, "the learner does not know what older weights kept of a truncated distribution; set "
+                'rollout.logprobs = "full", remove top_p, top_k and min_p, or set rollout.overcommit = 0',
+                ("rollout.logprobs", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+            )
+        if rl.rollout_is == "none":
+            yield Problem(
+                key, "tokens of older weights need importance weights; set rl.rollout_is = \"token\" (truncated at "
+                "rl.rollout_is_threshold), or rollout.overcommit = 0", ("rl.rollout_is",),
+            )
+        if rl.max_off_policy_steps < 1:
+            yield Problem(
+                "rl.max_off_policy_steps", f"= 0 leaves nothing to carry over, and rollout.overcommit = "
+                f"{rollout.overcommit:g}: what is under way after a step is a step older. Set it to 1 or more, or "
+                "rollout.overcommit = 0", (key,),
             )
 
     def _lora_problems(self) -> Iterator[Problem | str]:

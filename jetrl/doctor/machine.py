@@ -47,12 +47,9 @@ def threads(torch_threads: int) -> Finding:
         return Finding(SECTION, "threads", text, "note", f"set num_threads = {usable}: more than the cores is slow")
     if torch_threads < usable and "OMP_NUM_THREADS" in os.environ:
         return Finding(SECTION, "threads", text, "note", "unset OMP_NUM_THREADS, or set num_threads, to use all cores")
-    busy, of_machine = os.getloadavg()[0], os.cpu_count() or 1  # the load is that of all containers
-    if busy > of_machine and "OMP_WAIT_POLICY" not in os.environ:
-        # measured with three processes of two threads on two cores: 115 s, and 27 s where waiting threads sleep; alone,
-        # with a core for each thread, sleeping took 1.7 times as long
+    if busy := host.load():
         cure = "end other programs; if you cannot, OMP_WAIT_POLICY=passive keeps waiting threads from taking cores"
-        return Finding(SECTION, "threads", f"{text}; load {busy:.1f} on {of_machine}", "note", cure)
+        return Finding(SECTION, "threads", f"{text}; load {busy[0]:.1f} on {busy[1]}", "note", cure)
     return Finding(SECTION, "threads", text)
 
 

@@ -267,6 +267,10 @@ class PagedEngine(Engine):
         self._rest_if_idle()
         return [_unfinished(seq, version) for seq in taken]
 
+    def drawn(self) -> dict[int, int]:
+        """How many tokens each request that waits or runs has, those before it was resumed included."""
+        return self._scheduler.drawn()
+
     def forget(self, ids: Collection[int]) -> None:
         """These conversations have ended. A request of theirs that still waits or runs is dropped, without a
         completion; a completion that is not collected yet stays. Unknown ids are ignored."""

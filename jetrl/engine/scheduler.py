@@ -21,9 +21,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from jetrl.engine.beginnings import page_digests
 from jetrl.engine.limits import check_sizes, most_tokens
-from jetrl.engine.pages import PageAllocator
+from jetrl.engine.pages import PageAllocator, page_digests
 from jetrl.engine.plan import Committed, Finished, Plan, Prefix, Step, Tracked
 from jetrl.engine.prefixes import PrefixSharing
 from jetrl.engine.rows import Rows
@@ -123,6 +122,11 @@ class Scheduler:
             if seq.is_turn:
                 self.turns.cancel(seq.id)
         return sorted(dropped, key=attrgetter("request"))
+
+    def drawn(self) -> dict[int, int]:
+        """How many tokens of each request that waits or runs were drawn."""
+        running = {s.id: int(self.slots.length[s.slot]) - s.prefix.length for s in self.running}
+        return running | {s.id: len(s.tokens) - s.prefix.length for s in self.waiting}
 
     def _drop(self, ids: Collection[int]) -> list[Tracked]:
         assert self._plan is None, "nothing is dropped between schedule() and commit()"

@@ -21,9 +21,9 @@ from typing import Any, get_args
 from jetrl.chat.fields import Message
 from jetrl.chat.prompts import chat_messages, uses_chat_template
 from jetrl.chat.template import Schemas, Template
+from jetrl.chat.tool_calls import CallFormat, ToolCall, format_of, read_calls
 from jetrl.config import Config, EnvironmentConfig, TaskConfig
 from jetrl.environments.environment import BadReply, Factory
-from jetrl.environments.tool_calls import CallFormat, ToolCall, format_of, read_calls
 from jetrl.environments.tool_schemas import KEY, Tool, load_tools
 from jetrl.errors import UserError
 from jetrl.types import Group, Problem

@@ -163,6 +163,9 @@ GROUPS = (
                "Mean of the KL estimate (`rl.kl_estimator`) against the reference policy. Logged if `rl.kl_coef` is "
                "above 0.",
                "Grows, then levels off. If it keeps growing, raise `rl.kl_coef`."),
+        Metric("policy/teacher_kl", "Reverse KL to the teacher", "nats per token",
+               "Mean over the policy's own tokens of its log-prob minus the teacher's. Logged with `teacher.path`.",
+               "Falls, and stays above 0. What is left is what the policy cannot learn of the teacher."),
         Metric("policy/noise_abs_mean", "Noise of rounding", "nats per token",
                "Mean size of the change of a token's log-prob when the first norm is nudged by one unit: how far "
                "rounding alone moves log-probs. With several updates per step, every `rl.noise_interval` steps.",
@@ -209,6 +212,10 @@ GROUPS = (
         Metric("parity/abs_diff_from_token_N", "Log-prob gap by position", "log-prob gap",
                "Mean gap of the tokens number N to 2N - 1 of the answers; N = 1, 2, 4, ...",
                "0, as above; otherwise much the same at every position. Growth with N is a gap that builds up."),
+        Metric("parity/frac_checked_live", "Tokens compared", "share",
+               "With `rollout.overcommit`: share of the tokens of the first update that the current weights drew. "
+               "These are what the other metrics compare; the others are of older weights.",
+               "Above about 0.5."),
         Metric("parity/frac_routing_different", "Other experts in the rollout", "share",
                "With `train.compare_routing`: share of (token, layer) pairs that choose other experts in the rollout "
                "than in training.",
@@ -225,6 +232,10 @@ GROUPS = (
                "Share of tokens whose sequence `rl.rollout_veto` left out.", "Close to 0."),
         Metric("correction/effective_sample_size", "Effective sample size", "share",
                "Share of the tokens that would say as much with equal weights (Kish).", "Above about 0.9."),
+        Metric("rl/ess", "Effective sample size before truncation", "share",
+               "With `rollout.overcommit`: the same of weights that are not truncated, between the current weights and "
+               "those that drew each token. 1 where all are the same.",
+               "Above 0.5; below, the console says so. A fall comes before a collapse."),
     )),
     Group("Critic", "With `rl.critic` (PPO).", (
         Metric("critic/loss", "Critic loss", "", "Clipped squared error of the predicted returns.", "Falls."),
@@ -261,6 +272,27 @@ GROUPS = (
                "Close to `rollout.prompts_per_step`."),
         Metric("rollout/refill_rounds", "Rounds of refill", "rounds",
                "Rounds that it took to fill the step with groups that carry a signal.", "1 or 2."),
+        Metric("rollout/carried", "Groups carried over", "groups",
+               "With `rollout.overcommit`: groups that are under way when the step ends, and go on in the next one.",
+               "`rollout.overcommit` times `rollout.prompts_per_step`."),
+        Metric("rollout/dropped_stale", "Groups too old", "groups",
+               "With `rl.on_stale = \"drop\"`: groups under way that were dropped: their oldest tokens would be more "
+               "than `rl.max_off_policy_steps` behind.",
+               "Close to 0. They cost time, and long answers are lost more often than short ones."),
+        Metric("rollout/horizon", "New tokens of an answer", "tokens",
+               "With `rollout.overcommit`: the most tokens that an answer drew in this step. The step is cut there.",
+               "Well below `rollout.max_response_length`; else nothing is gained."),
+        Metric("rollout/off_policy_steps_mean", "Age of tokens", "updates",
+               "With `rollout.overcommit`: updates between the weights that drew a token and those that learn from it, "
+               "mean over the policy's tokens that the step learns from.",
+               "Below 1."),
+        Metric("rollout/off_policy_steps_max", "Largest age of a token", "updates",
+               "The largest such number.", "At most `rl.max_off_policy_steps`."),
+        Metric("rollout/frac_stale_tokens", "Tokens of older weights", "share",
+               "With `rollout.overcommit`: share of these tokens that older weights drew.", "Below about 0.5."),
+        Metric("rollout/version_spans", "Versions of an answer", "",
+               "With `rollout.overcommit`: versions of the weights that drew an answer, mean over the answers.",
+               "1 to 2."),
         Metric("rollout/tokens_per_decode_step", "Tokens per decode step", "tokens",
                "With `rollout.speculate`: tokens that a sequence gains per decode step.", "Above 1."),
         Metric("rollout/draft_share", "Drafted tokens", "",

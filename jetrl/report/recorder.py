@@ -227,6 +227,7 @@ class NoRecorder(Recorder):
     """That of a rank whose run another one records: it writes nothing."""
 
     def __init__(self) -> None:
+        self.run_dir = Path()  # which nothing is written to
         self.trackers, self.tracked_samples, self.last_step = [], 0, -1
         self._metrics = self._samples = self._lock = -1
 

@@ -161,6 +161,37 @@ class MismatchAccumulator:
         }
 
 
+@dataclass(slots=True)
+class SampleSize:
+    """The effective sample size of importance weights w = exp(d), which are not truncated, as a share of the tokens:
+
+        (sum w)^2 / (n * sum w^2)
+
+    1 where all are equal. The sums are exact, so order and ranks do not matter. Source: Kish (1965).
+    """
+
+    count: int = 0
+    sum: ExactSum = field(default_factory=ExactSum)
+    sum_of_squares: ExactSum = field(default_factory=ExactSum)
+
+    def add(self, trainer_logprobs: Values, rollout_logprobs: Values) -> None:
+        """Count tokens. A weight beyond exp(300) counts as that: it is all that there is."""
+        diff = np.minimum(_as_numpy(trainer_logprobs) - _as_numpy(rollout_logprobs), 300.0)
+        self.count += diff.size
+        self.sum.add(np.exp(diff))
+        self.sum_of_squares.add(np.exp(2 * diff))
+
+    def merge(self, other: SampleSize) -> None:
+        self.count += other.count
+        self.sum.merge(other.sum)
+        self.sum_of_squares.merge(other.sum_of_squares)
+
+    @property
+    def share(self) -> float:
+        squares = self.sum_of_squares.mean(self.count)
+        return self.sum.mean(self.count) ** 2 / squares if squares else 0.0
+
+
 def merged(parts: Sequence[MismatchAccumulator]) -> MismatchAccumulator:
     """One accumulator of the tokens of all, in any order with the same bits."""
     total = MismatchAccumulator()

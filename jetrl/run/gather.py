@@ -15,11 +15,13 @@ from jetrl.parallel.agreement import common, gather_from_ranks, on_rank0
 from jetrl.rewards.group_scores import GroupScores, scores_beside
 from jetrl.rewards.results import Scores, tell_state
 from jetrl.rewards.score import Scored, nothing_scored, reward_metrics, rewards_of, with_rewards
-from jetrl.rl.moments import mean
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
+from jetrl.rollout.carry import UnderWay
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
+from jetrl.rounding import mean
+from jetrl.run.carried import Carry
 from jetrl.run.evaluation import Evaluation
 from jetrl.run.no_signal import no_signal_in
 from jetrl.run.setup import Session
@@ -47,6 +49,7 @@ class Gathered:
     failed, and (in groups without rewards) because they are not scored.
 
     `first_prompt` is the place in the task's stream at which the step began to sample, `next_prompt` that of the next.
+    `under_way` is what goes on in it.
     """
 
     groups: tuple[Group, ...]
@@ -56,6 +59,7 @@ class Gathered:
     stats: dict[str, float]
     next_prompt: int
     first_prompt: int = 0
+    under_way: tuple[UnderWay, ...] = ()
 
 
 def gather(session: Session, clock: Clock, step: int) -> Gathered:
@@ -69,9 +73,12 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     scores: list[Scored] = []
     place, in_turns = session.progress.num_prompts, session.conversations is not None
     tell_state(session.progress.step, config.train.steps)
+    carry = Carry(session, step) if config.rollout.overcommit else None
 
     def one_round(count: int) -> list[Group]:
         nonlocal place
+        if carry is not None:
+            return carried_round(count, carry)
         prompts = sample(session.task, session.tokenizer, place, count, config, in_turns)
         asked = train_asked(config, step, (place - session.progress.num_prompts) * config.rollout.group_size)
         with _beside(session) as early:
@@ -83,6 +90,13 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
             place += count
             with clock("reward"):
                 scores.append(scored(session, rollouts[-1], config, early))
+        return scores[-1].groups
+
+    def carried_round(count: int, carry: Carry) -> list[Group]:
+        with clock("rollout", count * config.rollout.group_size):
+            rollouts.append(carry.round(count, clock.progress()))
+        with clock("reward"):
+            scores.append(scored(session, rollouts[-1], config))
         return scores[-1].groups
 
     if config.rl.dynamic_sampling == "refill":
@@ -100,7 +114,11 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
     if config.environment.name == TOOLS:
         stats |= tool_stats(groups_of_all)
-    return Gathered(groups, learnt, failed, unscored, stats, place, session.progress.num_prompts)
+    first = session.progress.num_prompts
+    if carry is not None:
+        stats |= carry.stats(learnt, clock.seconds["rollout"])
+        return Gathered(groups, learnt, failed, unscored, stats, carry.place, first, carry.left())
+    return Gathered(groups, learnt, failed, unscored, stats, place, first)
 
 
 def _beside(session: Session) -> AbstractContextManager[GroupScores | None]:

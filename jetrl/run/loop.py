@@ -23,7 +23,7 @@ from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.model.flips import Flips
-from jetrl.parallel import launch
+from jetrl.parallel import host, launch
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.progress import PROGRESS
@@ -47,9 +47,9 @@ from jetrl.report.recorder import (
 )
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
+from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
 from jetrl.run.checkpoint.base import stays
-from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
 from jetrl.run.gather import Gathered, evaluate, gather
@@ -63,6 +63,7 @@ from jetrl.run.stopping import GivenUp, StopRequest
 from jetrl.tasks.gold import check_gold
 from jetrl.tasks.task import rows_of_epoch
 from jetrl.train.calibration import Calibration
+from jetrl.train.digests import Digests
 from jetrl.train.noise import noise_metrics, noise_told
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
@@ -153,6 +154,11 @@ class Run:
         """What comes before the next step: a new run's `start`, or what a resumed one still owes. The metrics of an
         evaluation, if one was due. Collective."""
         session, found = self.session, self._found
+        if session.model.head_weight.device.type == "cpu" and session.world.first and (busy := host.load()):
+            self.clock.message(
+                f"Other programs keep the cores busy (load {busy[0]:.0f} on {busy[1]} cores), which may slow this run "
+                "down several times. End them, or start it with OMP_WAIT_POLICY=passive in front."
+            )
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)
             if session.world.first:
@@ -237,7 +243,7 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.progress.data = on_rank0(world, lambda: data_digests(config, session.tokenizer, session.own))
+    session.progress.data = on_rank0(world, lambda: state.digests_of(session))
     if found is not None:
         state.restore(session, found, run_dir)
     about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))
@@ -335,6 +341,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
+            max_off_policy_steps=config.most_behind,
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -344,20 +351,20 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         try:
             with saved_on_mistake(session, run_dir):
                 learnt, batches, advantage_stats = estimate(
-                    gathered.learnt, batches, session.learner, progress.reference, config, session.unified
+                    gathered.learnt, batches, session.learner, progress.reference, config, session.unified,
+                    teacher=session.teacher,
                 )
                 clip = Calibration(session.learner, config, progress.clip_bounds)
                 stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)
                 tell = partial(clock.display.hint, step)
-                seen = keeping.digests_for(config)
-                seen.add_batches(batches)
+                seen = keeping.digests_of(config, batches)
                 stats |= update(session.learner, batches, clip.config, step, tell, clip.measure, seen) | clip.metrics()
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
         weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
     progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
-    progress.clip_bounds = clip.bounds
+    progress.clip_bounds, progress.under_way = clip.bounds, gathered.under_way
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -369,15 +376,9 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
             metrics |= clock.take() | session.pending.beside.take_metrics()
-            record_step(session, recorder, step, metrics, gathered, learnt)
-            keeping.keep(session, run_dir, seen, gathered, learnt)
+            record_step(session, recorder, step, metrics, gathered, learnt, seen)
     clock.display.step({"step": step} | metrics)
-    if reason := without_signal(gathered.groups, learnt, config):
-        clock.display.hint(step, NO_SIGNAL, reason)
-    elif reason := without_gradient(metrics, config):
-        clock.display.hint(step, "nothing was learned", reason)
-    if noisy := noise_told(metrics, clip.config):
-        clock.display.hint(step, "noise clips tokens", noisy)
+    _hint(clock, step, metrics, clip.config, without_signal(gathered.groups, learnt, config))
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -385,6 +386,18 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
+
+
+def _hint(clock: Clock, step: int, metrics: dict[str, float], config: Config, no_signal: str) -> None:
+    """What a step's metrics say that users should look at, on the console."""
+    if no_signal:
+        clock.display.hint(step, NO_SIGNAL, no_signal)
+    elif reason := without_gradient(metrics, config):
+        clock.display.hint(step, "nothing was learned", reason)
+    if noisy := noise_told(metrics, config):
+        clock.display.hint(step, "noise clips tokens", noisy)
+    if stale := ess_told(metrics):
+        clock.display.hint(step, OLD_WEIGHTS, stale)
 
 
 def epochs_read(session: Session) -> dict[str, float]:
@@ -395,9 +408,10 @@ def epochs_read(session: Session) -> dict[str, float]:
 
 def record_step(
     session: Session, recorder: Recorder, step: int, metrics: dict[str, float], gathered: Gathered,
-    learnt: Sequence[Group],
+    learnt: Sequence[Group], seen: Digests,
 ) -> None:
-    """Write a step's metrics and samples. Each rank makes the lines of its part of the groups."""
+    """Write a step's metrics and samples, of which each rank makes the lines of its part of the groups, and what
+    replays it."""
     world, text = session.world, session.token_text
     rows = group_rows(world.part(recorded(gathered.groups, learnt)), text, session.decode)
     lines = world.collect(sample_lines(step, rows))
@@ -410,6 +424,7 @@ def record_step(
             )
             failed = sample_lines(step, [*failed_rows(gathered.failed, text, session.decode), *left])
             recorder.append_samples([*chain.from_iterable(lines), *failed])
+    keeping.keep(session, recorder.run_dir, seen, gathered, learnt)
 
 
 def record_evaluation(session: Session, recorder: Recorder, step: int) -> None:

@@ -177,7 +177,7 @@ def try_out(trial: Trial, turns: Iterator[str], say: Say) -> int:
     e, longest = config.environment, config.rollout.max_response_length
     sampling = SamplingParams(longest, stop=tuple(config.rollout.stop))
     asked = RolloutRequest(sampling, 1, first, e.max_turns, e.max_turn_tokens)
-    where = "" if trial.rendered else " (no tokenizer: limits in tokens do not hold; give --template)"
+    where = "" if trial.rendered else " (no tokenizer: limits in tokens do not apply; give --template)"
     say(f"{trial.pool.factory.name}, problem {printable(trial.prompt.problem.id)}{where}")
     try:
         with no_silent_exit():
@@ -185,7 +185,7 @@ def try_out(trial: Trial, turns: Iterator[str], say: Say) -> int:
             failed = [t for _, t in rollout.failed]
             if failed:
                 say(f"\nfailed by {failed[0].end}: {printable(failed[0].error)}")
-                say("In a run it is left out of training, and counted.")
+                say("In a run, this conversation is left out of training, and counted.")
                 return 2
             _tell_end(trial, rollout.groups[0].trajectories[0], say)
     except ScriptOver:

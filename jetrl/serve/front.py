@@ -9,26 +9,32 @@ import signal
 import socket
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jetrl.chat.prompts import decoded
-from jetrl.serve.address import FrontSettings
+from jetrl.errors import shown
+from jetrl.serve.address import FrontSettings, is_loopback
 from jetrl.serve.counts import Counts
+from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json
 from jetrl.serve.link import Flight, Link
+from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
 from jetrl.serve.service import About, Choice, Service
-from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask, parse_json
+from jetrl.serve.sessions import Session, Sessions
+from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask
 
+_ATTEMPTS = 10_000  # requests whose names another attempt can have
 SILENCE = 30.0  # seconds without a word of the engine after which it is not healthy
-_LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
 _KINDS = {"chat": ("chatcmpl", chat_ask), "completion": ("cmpl", completion_ask), "generate": ("gen", generate_ask)}
 
 
@@ -37,7 +43,8 @@ class Front:
 
     def __init__(self, about: About, settings: FrontSettings, link: Link) -> None:
         self.about, self.settings, self.link = about, settings, link
-        self.service, self.counts = Service(about), Counts()
+        self.service, self.counts, self.sessions = Service(about), Counts(), Sessions()
+        self.attempts: OrderedDict[tuple[str, ...], tuple[bytes, list[list[Name]]]] = OrderedDict()
 
     def app(self) -> Starlette:
         """The application, for any ASGI server."""
@@ -48,14 +55,20 @@ class Front:
             return Route(path, self._guarded(path, call, open), methods=["GET"])
 
         routes = [
-            posts("/v1/chat/completions", lambda request: self._generation(request, "chat")),
-            posts("/v1/completions", lambda request: self._generation(request, "completion")),
-            posts("/inference/v1/generate", lambda request: self._generation(request, "generate")),
+            route for scope in ("", "/sessions/{session}") for route in (
+                posts(scope + "/v1/chat/completions", lambda request: self._generation(request, "chat")),
+                posts(scope + "/v1/completions", lambda request: self._generation(request, "completion")),
+                posts(scope + "/inference/v1/generate", lambda request: self._generation(request, "generate")),
+                gets(scope + "/v1/models", self._models), gets(scope + "/v1/models/{name:path}", self._models),
+            )
+        ] + [
+            posts("/sessions", self._new_session), posts("/sessions/{session}/reward", self._reward),
+            gets("/sessions/{session}/traces", self._traces),
+            Route("/sessions/{session}", self._guarded("/sessions/{session}", self._end_session), methods=["DELETE"]),
             posts("/tokenize", self._tokenize), posts("/detokenize", self._detokenize),
-            gets("/v1/models", self._models), gets("/v1/models/{name:path}", self._models),
             gets("/health", self._health, open=True), gets("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _own_error})
+        return Starlette(routes=routes, exception_handlers=HANDLERS)
 
     # ---- who may ask, and how much ----------------------------------------------------------------------------------
 
@@ -67,7 +80,7 @@ class Front:
                 self._require_allowed(request, open)
                 response = await call(request)
             except Refused as error:
-                response = _refusal(error)
+                response = refusal(error)
             except ClientDisconnect:  # nobody reads it
                 response = Response(status_code=499)
             self.counts.requests[path, response.status_code] += 1
@@ -78,45 +91,86 @@ class Front:
     def _require_allowed(self, request: Request, open: bool) -> None:
         """Refuse a wrong key; and without a key, what a page in a browser of this machine may have sent."""
         if self.settings.api_key is None:
-            host = request.headers.get("host", "")
-            if (host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host) not in _LOCAL:
+            if not is_loopback(_name_in(request.headers.get("host", ""))):
                 raise Refused("The header Host is not this machine's: use http://127.0.0.1, or a server with a key.",
                               403, code="wrong_host")
         elif not open:
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            same = hmac.compare_digest(key.strip().encode(), self.settings.api_key.encode())
-            if scheme.lower() != "bearer" or not same:
+            if not hmac.compare_digest(key_of(request).encode(), self.settings.api_key.encode()):
                 raise Refused("The key is missing or wrong: send `Authorization: Bearer KEY`.", 401,
                               code="invalid_api_key")
-        if request.method == "POST":
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # what a page elsewhere can send without asking is another type
-                raise Refused("Send `Content-Type: application/json`.", 415)
+        require_json(request)
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        most = self.settings.max_body
-        size = request.headers.get("content-length", "0")
-        body = bytearray()
-        if not (size.isdigit() and int(size) > most):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > most:
-                    break
-            else:
-                return parse_json(bytes(body))
-        raise Refused(f"The body has more than {most:,} bytes.", 413, code="body_too_large")
+        return await body_of(request, self.settings.max_body)
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
     async def _generation(self, request: Request, kind: str) -> Response:
         prefix, parse = _KINDS[kind]
-        ask = parse(await self._body(request), self.about.name, self.about.vocab_size)
-        job = _Job(self, ask, self.service.choices(ask), f"{prefix}-{uuid.uuid4().hex}", kind)
+        data = await self._body(request)
+        ask = parse(data, self.about.name, self.about.vocab_size)
+        session = self._session(request, data)
+        choices = self._named(request, data, ask, session)
+        job = _Job(self, ask, choices, f"{prefix}-{uuid.uuid4().hex}", kind, session)
         job.begin(request)
         if ask.stream:
             headers = {"cache-control": "no-cache"}
-            return StreamingResponse(job.stream(), media_type="text/event-stream", headers=headers)
+            return _Stream(job, media_type="text/event-stream", headers=headers)
         return JSONResponse(await job.whole())
+
+    def _session(self, request: Request, data: dict[str, Any]) -> Session | None:
+        """The session that a request names: in its path, its header or its body."""
+        named = request.path_params.get("session") or request.headers.get("x-session-id") or data.get("session_id")
+        if named is not None and not isinstance(named, str):
+            raise Refused(f"session_id = {shown(named, 60)}: send a text.", param="session_id")
+        return None if named is None else self.sessions.use(named)
+
+    def _named(self, request: Request, data: dict[str, Any], ask: Ask, session: Session | None) -> list[Choice]:
+        """The requests for the engine. Another attempt of a request that came before has its names, and so its answer:
+        it says the same Idempotency-Key or, within a session, that it is a retry (as OpenAI's client does)."""
+        body = blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
+        scope = "" if session is None else f"session {session.id}"
+        key = request.headers.get("idempotency-key")
+        tries = request.headers.get("x-stainless-retry-count", "0")
+        place = ("key", scope, key) if key is not None else ("same", scope, body.hex())
+        before = self.attempts.get(place) if key is not None or tries != "0" else None
+        if before is not None and before[0] != body:
+            raise Refused("This Idempotency-Key came with another body.", 422, code="idempotency_key_reused")
+        choices = self.service.choices(ask, session, None if before is None else before[1])
+        if key is not None or session is not None:
+            names = [choice.name for choice in choices]
+            self.attempts[place] = body, [names[i : i + ask.n] for i in range(0, len(names), ask.n)]
+            self.attempts.move_to_end(place)
+            if len(self.attempts) > _ATTEMPTS:
+                self.attempts.popitem(last=False)
+        return choices
+
+    # ---- sessions ---------------------------------------------------------------------------------------------------
+
+    async def _new_session(self, request: Request) -> Response:
+        data = await self._body(request)
+        session = self.sessions.use(self._id_of(data))
+        return JSONResponse({"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}, 201)
+
+    def _id_of(self, data: dict[str, Any]) -> str:
+        if wrong := sorted(data.keys() - {"id"}):
+            raise Refused(f"{wrong[0]} is no field of this endpoint. Leave it out.", param=wrong[0])
+        id = data.get("id", uuid.uuid4().hex)
+        if not isinstance(id, str) or not id.replace("-", "").replace("_", "").isalnum() or not id.isascii():
+            raise Refused(f"id = {shown(id, 60)}: letters, digits, - and _.", param="id")
+        return id
+
+    async def _reward(self, request: Request) -> Response:
+        data = await self._body(request)
+        session = self.sessions.use(request.path_params["session"], make=False)
+        session.set_reward(data.get("reward"))
+        return JSONResponse({"id": session.id, "reward": session.reward})
+
+    async def _traces(self, request: Request) -> Response:
+        return JSONResponse(self.sessions.use(request.path_params["session"], make=False).to_json())
+
+    async def _end_session(self, request: Request) -> Response:
+        return JSONResponse(self.sessions.close(request.path_params["session"]).to_json())
 
     # ---- the rest ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +180,7 @@ class Front:
         parse = chat_ask if "messages" in data else completion_ask
         if wrong := sorted(data.keys() - known):
             raise Refused(f"{wrong[0]} is no field of this endpoint. Leave it out.", param=wrong[0])
-        prompts = self.service.prompts(parse(data, self.about.name, self.about.vocab_size))
+        prompts = [prompt for _, prompt in self.service.prompts(parse(data, self.about.name, self.about.vocab_size))]
         if len(prompts) != 1:
             raise Refused("prompt: send one text.", param="prompt")
         return JSONResponse({
@@ -164,21 +218,28 @@ class Front:
 class _Job:
     """One request of a client, from the engine's queue to the last byte of its answer."""
 
-    def __init__(self, front: Front, ask: Ask, choices: list[Choice], id: str, kind: str) -> None:
-        self.front, self.ask, self.choices, self.id, self.kind = front, ask, choices, id, kind
+    def __init__(
+        self, front: Front, ask: Ask, choices: list[Choice], id: str, kind: str, session: Session | None
+    ) -> None:
+        self.front, self.ask, self.choices, self.id, self.kind, self.session = front, ask, choices, id, kind, session
         self.changed = asyncio.Event()
         self.wake: Callable[[], None] = self.changed.set
         self.gone: asyncio.Task[None] | None = None
-        self.answered = False
+        self.answered = self.failed = self.ended = False
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
         wanted = [(choice.id, choice.prompt, choice.sampling) for choice in self.choices]
-        for choice, flight in zip(
-            self.choices, self.front.link.submit(wanted, self.ask.stream, self.wake), strict=True
-        ):
+        try:
+            flights = self.front.link.submit(wanted, self.ask.stream, self.wake)
+        except Refused:
+            self.front.service.give_back(self.ask, self.session, self.choices)
+            raise
+        for choice, flight in zip(self.choices, flights, strict=True):
             choice.flight = flight
-        self.gone = asyncio.create_task(_disconnect(request))
+        if self.session is not None:
+            self.session.open_requests += 1
+        self.gone = asyncio.create_task(disconnect(request))
         self.gone.add_done_callback(lambda task: self.wake())
 
     async def whole(self) -> dict[str, Any]:
@@ -190,10 +251,10 @@ class _Job:
             self._count()
             return self.front.service.answer(self.ask, self.choices, self.id, self.kind)
         except Refused:
-            self.answered = True
+            self.failed = True
             raise
         finally:
-            self._end()
+            self.end()
 
     async def stream(self) -> AsyncIterator[str]:
         """Server-sent events; an error in the middle is an event of its own."""
@@ -209,17 +270,17 @@ class _Job:
                 if ended:
                     break
                 await self._change()
+            self._count()
             for chunk in service.closing(*parts):
                 yield _event(chunk)
-            self._count()
             yield "data: [DONE]\n\n"
         except Refused as error:
-            self.answered = True
+            self.failed = True
             yield _event(error.to_json())
         except ClientDisconnect:
             return
         finally:
-            self._end()
+            self.end()
 
     @property
     def _flights(self) -> list[Flight]:
@@ -237,43 +298,50 @@ class _Job:
                 raise flight.error
 
     def _count(self) -> None:
+        """The answer is whole: it counts, and is part of its session."""
         self.answered = True
+        if self.session is not None:
+            self.front.service.note(self.ask, self.session, self.choices)
         self.front.counts.prompt_tokens += sum(len(choice.prompt) for choice in self.choices)
         self.front.counts.drawn_tokens += sum(len(flight.tokens) for flight in self._flights)
 
-    def _end(self) -> None:
-        self.front.counts.left += not self.answered
+    def end(self) -> None:
+        """What is not answered by now will not be. Once."""
+        if self.ended:
+            return
+        self.ended = True
+        self.front.counts.left += not (self.answered or self.failed)
+        if not self.answered:
+            self.front.service.give_back(self.ask, self.session, self.choices)
+        if self.session is not None:
+            self.session.open_requests -= 1
         if self.gone is not None:
             self.gone.cancel()
         self.front.link.leave(self._flights, self.wake)
 
 
-async def _disconnect(request: Request) -> None:
-    """Returns when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _name_in(host: str) -> str:
+    """The name or address of a header Host, without the port."""
+    name, _, port = host.rpartition(":")
+    return (name if port.isdigit() else host).removeprefix("[").removesuffix("]")
+
+
+class _Stream(StreamingResponse):
+    """The stream of a job, which ends with it, also where the client left before the first byte."""
+
+    def __init__(self, job: _Job, **options: Any) -> None:
+        super().__init__(job.stream(), **options)
+        self.job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.end()
 
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def _refusal(error: Refused) -> JSONResponse:
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error.to_json(), error.status, headers)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """No such address or method."""
-    assert isinstance(error, HTTPException)
-    return _refusal(Refused(f"{request.method} {request.url.path}: {error.detail}.", error.status_code))
-
-
-async def _own_error(request: Request, error: Exception) -> Response:
-    """A mistake of ours: uvicorn prints the traceback, the client hears that much."""
-    return _refusal(Refused("The server has failed at this request; its log says how.", 500, code="internal_error"))
 
 
 def run_front(listener: socket.socket, connection: Connection, about: About, settings: FrontSettings) -> None:
@@ -287,6 +355,7 @@ def run_front(listener: socket.socket, connection: Connection, about: About, set
         config = uvicorn.Config(
             Front(about, settings, link).app(), log_level="warning", access_log=False, timeout_graceful_shutdown=5,
             server_header=False, lifespan="off",
+            timeout_keep_alive=60,
         )
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jetrl.chat.fields import Message
-from jetrl.chat.prompts import decoded, encode_plain, encode_rendered, uses_chat_template
+from jetrl.chat.prompts import decoded, encode_plain, encode_rendered, encode_text, uses_chat_template
 from jetrl.chat.template import Template
 from jetrl.errors import UserError
+from jetrl.serve.calls import MARKS, calls_of, for_template, form_of
 from jetrl.serve.link import Flight
-from jetrl.serve.names import Names
+from jetrl.serve.names import Name, Names
 from jetrl.serve.refusal import Refused
+from jetrl.serve.sessions import Session, Turn, turn_of
 from jetrl.serve.text import TextStream, visible
 from jetrl.serve.wire import Ask
 from jetrl.types import SamplingParams
@@ -48,10 +50,15 @@ class Choice:
     index: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    id: int
+    name: Name
     text: TextStream
+    parent: Turn | None = None  # the turn of a session that the prompt goes on from
     flight: Flight | None = None
     told: int = 0  # tokens that a stream has sent
+
+    @property
+    def id(self) -> int:
+        return self.name.id
 
     @property
     def landed(self) -> Flight:
@@ -63,19 +70,37 @@ class Service:
     """Prompts and answers of one model."""
 
     def __init__(self, about: About) -> None:
-        self.about, self.names = about, Names()
+        self.about, self.names, self.form = about, Names(), form_of(about.tokenizer)
 
-    def prompts(self, ask: Ask) -> list[tuple[int, ...]]:
-        """The prompts as token ids."""
+    def prompts(self, ask: Ask, session: Session | None = None) -> list[tuple[Turn | None, tuple[int, ...]]]:
+        """The prompts as token ids, each with the turn of the session that it goes on from."""
         if ask.messages:
-            return [self.chat_prompt(ask.messages, ask.variables)]
+            found = session.find(ask.messages, ask.variables) if session is not None else None
+            if found is not None:
+                turn, length = found
+                return [(turn, (*turn.tokens, *self._behind(turn, ask, length)))]
+            return [(None, self.chat_prompt(ask.messages, ask.variables))]
         try:
-            return [
+            prompts = [
                 tuple(encode_plain(p, self.about.tokenizer, "prompt") if isinstance(p, str) else p)
                 for p in ask.prompts
             ]
         except UserError as error:
             raise Refused(str(error), param="prompt") from error
+        return [(session.find_tokens(prompt) if session is not None else None, prompt) for prompt in prompts]
+
+    def _behind(self, turn: Turn, ask: Ask, length: int) -> list[int]:
+        """Tokens of the messages that follow the first `length`, which end with `turn`; its own are not touched."""
+        tokenizer, messages = self.about.tokenizer, for_template(ask.messages)
+        try:
+            text = Template(tokenizer, ask.variables).reply(
+                messages[: length - 1], messages[length:], "of the request", frozenset({"tool_call_id"})
+            )
+            tokens = encode_text(text, tokenizer, "messages", "message")
+        except UserError as error:
+            raise Refused(str(error), param="messages") from error
+        ended = turn.stopped and turn.drawn[-1:].tolist() == tokens[:1]
+        return tokens[1:] if ended else tokens  # the policy has drawn the end of its turn itself
 
     def chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[int, ...]:
         """Messages by the model's own template, with the assistant's turn opened."""
@@ -86,21 +111,51 @@ class Service:
                 param="messages", code="no_chat_template",
             )
         try:
-            text = Template(tokenizer, variables).prompt(messages, "of the request")
+            text = Template(tokenizer, variables).prompt(for_template(messages), "of the request")
             return tuple(encode_rendered(text, tokenizer, "messages"))
         except UserError as error:
             raise Refused(str(error), param="messages") from error
 
-    def choices(self, ask: Ask) -> list[Choice]:
-        """The requests of an ask. Refused where prompt and answer do not fit into the model's positions."""
+    def choices(
+        self, ask: Ask, session: Session | None = None, names: Sequence[Sequence[Name]] | None = None
+    ) -> list[Choice]:
+        """The requests of an ask. `names`: those of an earlier attempt, by prompt. Refused where prompt and answer do
+        not fit into the model's positions."""
+        counts = self.names if session is None else session.names
+        asked = [(parent, prompt, self._sampling(ask, len(prompt))) for parent, prompt in self.prompts(ask, session)]
         found: list[Choice] = []
-        for prompt in self.prompts(ask):
-            sampling = self._sampling(ask, len(prompt))
-            ids = self.names.take(prompt, sampling, ask.n, ask.seed is not None)
-            for id in ids:
-                text = TextStream(self.about.tokenizer, sampling.stop)
-                found.append(Choice(len(found), prompt, sampling, id, text))
+        for i, (parent, prompt, sampling) in enumerate(asked):
+            if names is None:
+                taken = counts.take(prompt, sampling, ask.n, ask.seed is not None)
+            else:
+                taken = list(names[i])
+                counts.claim(prompt, sampling, taken)
+            for name in taken:
+                text = TextStream(self.about.tokenizer, sampling.stop, self._marks(ask))
+                found.append(Choice(len(found), prompt, sampling, name, text, parent))
         return found
+
+    def give_back(self, ask: Ask, session: Session | None, choices: Sequence[Choice]) -> None:
+        """Nobody got these answers."""
+        if ask.seed is None:
+            counts = self.names if session is None else session.names
+            for choice in choices:
+                counts.give_back(choice.prompt, choice.sampling, [choice.name])
+
+    def note(self, ask: Ask, session: Session, choices: Sequence[Choice]) -> None:
+        """Put the answers into the session's tree."""
+        for choice in choices:
+            done = choice.landed.done
+            assert done is not None
+            turn = turn_of(choice.id, choice.parent, choice.prompt, done)
+            if not ask.messages:
+                session.add(turn)
+                continue
+            message, _ = self.said(ask, choice)
+            session.add(turn, ask.messages, ask.variables, {k: v for k, v in message.items() if v is not None})
+
+    def _marks(self, ask: Ask) -> tuple[str, ...]:
+        return MARKS[self.form] if self.form is not None and ask.variables.get("tools") else ()
 
     def _sampling(self, ask: Ask, length: int) -> SamplingParams:
         room = self.about.max_position - length
@@ -128,19 +183,27 @@ class Service:
             body["prompt_token_ids"] = list(choices[0].prompt)
         return body
 
+    def said(self, ask: Ask, choice: Choice) -> tuple[dict[str, Any], str]:
+        """The answer to a chat as a message, and why it ended."""
+        done = choice.landed.done
+        assert done is not None
+        text = visible(done["text"], choice.sampling.stop)
+        text, calls = calls_of(text, self.form, ask.variables.get("tools", ()), choice.id)
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        return (message | {"tool_calls": calls}, "tool_calls") if calls else (message, done["finish"])
+
     def _choice(self, ask: Ask, choice: Choice, kind: str) -> dict[str, Any]:
         flight = choice.landed
         assert flight.done is not None
-        text = visible(flight.done["text"], choice.sampling.stop)
         found: dict[str, Any] = {"index": choice.index, "finish_reason": flight.done["finish"]}
         if kind == "chat":
-            found["message"] = {"role": "assistant", "content": text, "refusal": None}
+            found["message"], found["finish_reason"] = self.said(ask, choice)
         elif kind == "completion":
-            found["text"] = text
+            found["text"] = visible(flight.done["text"], choice.sampling.stop)
         found["logprobs"] = self._logprobs(ask, flight.tokens, flight.logprobs, kind) if ask.logprobs else None
         if ask.token_ids or kind == "generate":
             found["token_ids"] = flight.tokens
-        if kind != "chat" and (ask.token_ids):
+        if kind != "chat" and ask.token_ids:
             found["prompt_token_ids"] = list(choice.prompt)
         return found | self._origin(choice)
 
@@ -192,24 +255,36 @@ class Service:
             if told < 0 or (flight.done is None and len(flight.tokens) == told):
                 continue
             tokens, logprobs = flight.tokens[told:], flight.logprobs[told:]
+            calls, finish = list[dict[str, Any]](), None
             if flight.done is None:
                 piece = choice.text.more(flight.tokens)
                 choice.told = len(flight.tokens)
             else:
-                piece = choice.text.rest(flight.done["text"])
+                piece, calls, finish = self._last(ask, choice, kind)
                 choice.told = -1
             if not (piece or flight.done or ask.token_ids or ask.logprobs):
                 continue
             found: dict[str, Any] = {
-                "index": choice.index, "finish_reason": flight.done["finish"] if flight.done else None,
+                "index": choice.index, "finish_reason": finish,
                 "logprobs": self._logprobs(ask, tokens, logprobs, kind) if ask.logprobs else None,
             }
-            found |= {"delta": {"content": piece}} if kind == "chat" else {"text": piece}
+            delta = {"content": piece} | ({"tool_calls": calls} if calls else {})
+            found |= {"delta": delta} if kind == "chat" else {"text": piece}
             if ask.token_ids:
                 found["token_ids"] = tokens
                 if kind != "chat" and told == 0:
                     found["prompt_token_ids"] = list(choice.prompt)
             yield self._chunk(id, kind, [found | (self._origin(choice) if flight.done else {})])
+
+    def _last(self, ask: Ask, choice: Choice, kind: str) -> tuple[str, list[dict[str, Any]], str]:
+        """The last piece of a text, its calls, and why it ended."""
+        done = choice.landed.done
+        assert done is not None
+        if kind != "chat":
+            return choice.text.rest(visible(done["text"], choice.sampling.stop)), [], done["finish"]
+        message, finish = self.said(ask, choice)
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+        return choice.text.rest(message["content"] or ""), calls, finish
 
     def closing(self, ask: Ask, choices: Sequence[Choice], id: str, kind: str) -> Iterator[dict[str, Any]]:
         """What a stream ends with: the counts, if they are asked for."""

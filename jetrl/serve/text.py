@@ -19,10 +19,10 @@ def visible(text: str, stops: Sequence[str]) -> str:
 
 
 class TextStream:
-    """Pieces of one answer's text."""
+    """Pieces of one answer's text. From one of `marks` on nothing is said before the end."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str], marks: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, (*stops, *marks)
         self.sent = ""
         self._text = ""  # of tokens[: _read]
         self._start = self._read = 0  # a window is decoded, as a token's text may depend on the one before it
@@ -40,8 +40,8 @@ class TextStream:
         return self._say(safe)
 
     def rest(self, text: str) -> str:
-        """What is left to say, once the whole text is known."""
-        return self._say(visible(text, self.stops))
+        """What is left to say, once it is known what the whole is."""
+        return self._say(text)
 
     def _say(self, upto: str) -> str:
         if not upto.startswith(self.sent):  # a tokenizer whose earlier text changes with later tokens

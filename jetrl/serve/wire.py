@@ -7,7 +7,6 @@ chat and completions; vLLM's protocol for `return_token_ids`, `top_k`, `min_p` a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from jetrl.chat.fields import message_of
 from jetrl.errors import UserError, shown
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
+from jetrl.untrusted import json_value
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS = 128, 16, 256
 _SEEDS = 2**64 - 1
@@ -24,7 +24,7 @@ _SEEDS = 2**64 - 1
 # What a client may send and the server need not read: it changes no token.
 _HARMLESS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "session_id", "cache_salt", "request_id", "priority", "verbosity",
+    "session_id", "cache_salt", "request_id", "priority", "verbosity",
 }
 # Field -> the values with which it changes nothing; with any other it is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,9 +35,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (), "reasoning_effort": (), "web_search_options": (), "use_beam_search": (False,),
     "min_tokens": (0,), "prompt_logprobs": (0,), "skip_special_tokens": (False,), "detokenize": (True,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "tool_choice": ("none", "auto"),
-    "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "structured_outputs": (),
+    "parallel_tool_calls": (True,), "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "structured_outputs": (),
     "bad_words": ([],), "logits_processors": ([],), "truncate_prompt_tokens": (),
 }
+_OF_ANSWERS = ("audio", "refusal", "annotations", "function_call")  # empty in our answers, which clients send back
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "logprobs",
@@ -76,8 +78,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        data = json.loads(body, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
+        data = json_value(body, parse_constant=no_number)
+    except ValueError as error:
         raise Refused(f"The body is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise Refused(f"The body is {shown(data, 60)}: send a JSON object.")
@@ -135,7 +137,9 @@ def messages_of(value: Any) -> tuple[Mapping[str, Any], ...]:
         where = f"messages[{i}]"
         if not isinstance(message, dict):
             raise Refused(f"{where} = {shown(message, 60)}: send an object with role and content.", param=where)
-        given = {key: each for key, each in message.items() if each is not None and key not in ("audio", "refusal")}
+        given = {key: each for key, each in message.items() if each is not None and key not in _OF_ANSWERS}
+        if not given.get("tool_calls", True):  # some libraries write an empty list
+            del given["tool_calls"]
         if isinstance(given.get("content"), list):
             given["content"] = "".join(_part(where, part) for part in given["content"])
         if given.get("role") == "developer":  # OpenAI's later name of the role

@@ -55,6 +55,7 @@ def pack(
     updates_per_step: int = 1,
     share_prompts: bool = False,
     own: Own = range,
+    max_off_policy_steps: int = 0,
 ) -> list[PackedBatch]:
     """Pack groups, one `PackedBatch` an update, micro-batches of at most `max_tokens_per_gpu` tokens.
 
@@ -65,16 +66,17 @@ def pack(
     - `share_prompts`: trajectories of a micro-batch with the same prompt have its rows together, and are packed so that
       this helps (`share_bins`).
     - `own`: which micro-batches to make; the others are only counted.
+    - `max_off_policy_steps`: with answers that are carried over, how many updates any token may be behind.
     - Advantages are NaN here; `fill` writes them.
 
     Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
-    weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number. Tokens of
-    older versions before a trajectory's last span are taken; `MicroBatch.versions` names them.
+    weight version than this trainer's (or beyond that bound), or in a micro-batch that is made with a log-prob that is
+    no number. Tokens of older versions before a trajectory's last span are taken; `MicroBatch.versions` names them.
     """
     if updates_per_step < 1:
         raise UserError(f"rl.updates_per_step = {updates_per_step} must be at least 1")
     for group in groups:
-        _check_group(group, flow_digest, weight_version)
+        _check_group(group, flow_digest, weight_version, max_off_policy_steps)
     num_updates = min(updates_per_step, len(groups))
     batches = []
     for update in range(num_updates):
@@ -332,7 +334,7 @@ def _absent(count: int) -> Tensor:
     return torch.full((count,), math.nan, dtype=torch.float32)
 
 
-def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
+def _check_group(group: Group, flow_digest: str, weight_version: int, most_behind: int) -> None:
     where = f"prompt {group.prompt.index}"
     if not group.trajectories:
         raise ValueError(f"{where}: the group has no trajectories")
@@ -345,7 +347,14 @@ def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
                 f"{where}: sampled with precision flow {trajectory.flow_digest}, but the trainer's is {flow_digest}; "
                 "the batch is refused"
             )
-        if trajectory.weight_version != weight_version:
+        if most_behind:
+            oldest = min((v for s in trajectory.turns for _, v in s.spans), default=weight_version)
+            if oldest < weight_version - most_behind:
+                raise ValueError(
+                    f"{where}: some of its tokens were sampled with weights of version {oldest}, more than "
+                    f"{most_behind} updates before the trainer's version {weight_version}; the batch is refused"
+                )
+        elif trajectory.weight_version != weight_version:
             raise ValueError(
                 f"{where}: sampled with weights of version {trajectory.weight_version}, but the trainer holds "
                 f"version {weight_version}; the batch is refused"

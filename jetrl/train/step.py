@@ -164,6 +164,7 @@ class Compared:
     stepped: bool = False  # whether an optimizer has made a step, the policy's or the critic's
     gap: mismatch.MismatchAccumulator = field(default_factory=mismatch.MismatchAccumulator)
     counts: list[RoutingCounts] = field(default_factory=list)  # of each update of the policy, or comparison
+    weights: mismatch.SampleSize = field(default_factory=mismatch.SampleSize)
 
     @torch.no_grad()
     def add(
@@ -182,6 +183,8 @@ class Compared:
         if bool(finite.all()):
             current = None if micro.versions is None else micro.versions[index] == version
             self.gap.add(rows.logprobs, sampled, current, sequence_ids=ids)
+            if self.config.rollout.overcommit:
+                self.weights.add(rows.logprobs, sampled)
             return {}
         return {"parity": torch.where(finite, 0.0, math.nan).double()}
 
@@ -204,10 +207,15 @@ class Compared:
 
     def metrics(self, world: World) -> dict[str, float]:
         """`parity/*` and the load of experts, over all ranks and updates. Collective."""
-        gaps, counts = zip(*world.gather((self.gap, self.counts)), strict=True)
-        gap = mismatch.merged(gaps)
+        gaps, counts, weights = zip(*world.gather((self.gap, self.counts, self.weights)), strict=True)
+        gap, sizes = mismatch.merged(gaps), mismatch.SampleSize()
+        for part in weights:
+            sizes.merge(part)
         routed = merged_counts([one for of_rank in counts for one in of_rank]).metrics()
-        return (gap.metrics() if gap.count else {}) | routed
+        found = gap.metrics() if gap.count else {}
+        if sizes.count:
+            found |= {"rl/ess": sizes.share, "parity/frac_checked_live": gap.count / sizes.count}
+        return found | routed
 
 
 def _one_update(

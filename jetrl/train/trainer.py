@@ -77,7 +77,7 @@ def optimizer_step(
                 with seen.within("micro", number):
                     loss, part = loss_of(to_device(micro_batches[number], device))
                     seen.add("loss", loss)
-                loss.backward()
+                    loss.backward()
                 own[number] = {**part, "loss": loss.detach().double()}
     values = {key: float(value) for key, value in _summed(own, world).items()}
     seen.add_parts("gradient", _gradients(masters), world)

@@ -129,12 +129,14 @@ def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     (folder / "more.py").write_text(REWARDS)
     several = [f"{folder}/more.py:{name}" for name in ("right", "short")]
     for algo in PRESETS:
-        yield algo, {"rl.algo": algo, "train.steps": 1} | ({"rl.critic_lr": 1e-3} if algo == "ppo" else {})
+        more = {"ppo": {"rl.critic_lr": 1e-3}, "distill": {"teacher.path": str(folder / "grpo" / "runs" / "grpo")}}
+        yield algo, {"rl.algo": algo, "train.steps": 1} | more.get(algo, {})
     yield "corrected", CORRECTED | {"task.reward": several, "task.reward_weights": [1.0, 0.5]}
     yield "unscored", {"task.reward": f"{folder}/more.py:some", "task.reward_calls": "group"}
     yield "kl", {"rl.kl_coef": 0.1, "rl.kl_in": "reward", "rl.kl_estimator": "k1"}
     yield "experts", EXPERTS | {"rl.dynamic_sampling": "refill"}
     yield "calibrated", {"rl.clip": "calibrated", "rl.updates_per_step": 2, "train.steps": 2}
+    yield "carried", {"rollout.overcommit": 0.5, "rl.rollout_is": "token", "train.steps": 2}
     yield "drafts", {"rollout.speculate": "on", "train.share_prompts": True, "train.steps": 2}
     yield "warm", {"sft.steps": 2, "sft.batch_size": 4, "task.reward": None, "sft.cache_dir": str(folder / "sft"),
                    "rollout.max_response_length": 24, "train.steps": 1}

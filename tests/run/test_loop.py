@@ -13,12 +13,24 @@ from tiny import ARCH, numbers, saved, tiny_run, weights_hash
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention import ops as attention
+from jetrl.parallel import host
 from jetrl.report.recorder import read_samples
 from jetrl.run import loop
 from jetrl.run.checkpoint import store
 from jetrl.train import reduction
 
 PARITY = "parity/logprob_abs_diff_max"
+
+
+def test_busy_cores_are_named_when_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for busy, line in ((None, ""), ((9.3, 2), "Other programs keep the cores busy (load 9 on 2 cores)")):
+        monkeypatch.setattr(host, "load", lambda busy=busy: busy)
+        tiny_run(tmp_path / str(busy), {"train.steps": 1, "eval.eval_interval": 0})
+        captured = capfd.readouterr()
+        said = " ".join((captured.out + captured.err).split())
+        assert line in said and ("keep the cores busy" in said) is (busy is not None)
 
 
 @pytest.mark.parametrize(

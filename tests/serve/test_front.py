@@ -191,6 +191,76 @@ def served_again(server: Served) -> Any:
     return again()
 
 
+def test_a_session_is_a_tree_of_exact_tokens(server: Served) -> None:
+    """A fork and an edit of the history; every row has the learner's log-probs at all tokens of the policy."""
+    status, session = call(f"{server.url}/sessions", {"id": "tree"})
+    assert status == 201 and session["base_url"] == f"{server.url}/sessions/tree/v1"
+    client = openai.OpenAI(base_url=session["base_url"], api_key="none", timeout=250, max_retries=0)
+
+    def chat(messages: list[Any], **more: Any) -> Any:
+        return client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=20, extra_body={"return_token_ids": True}, **more
+        )
+
+    first = chat(CHAT)
+    said = [*CHAT, first.choices[0].message.model_dump()]
+    exact = first.prompt_token_ids + first.choices[0].token_ids
+    longer = [*said, {"role": "user", "content": "And 3?"}]
+    second = chat(longer)
+    fork = chat([*said, {"role": "user", "content": "And 4?"}])
+    edited = chat([{"role": "user", "content": "Sum up."}, *said[1:], {"role": "user", "content": "And 5?"}])
+    stream = client.chat.completions.create(
+        model="tiny", messages=[*longer, second.choices[0].message, {"role": "user", "content": "6"}], max_tokens=5,
+        stream=True, extra_body={"return_token_ids": True},
+    )
+    chunks = list(stream)
+    assert second.prompt_token_ids[: len(exact)] == fork.prompt_token_ids[: len(exact)] == exact
+    assert chunks[0].prompt_token_ids[: len(exact)] == exact and edited.prompt_token_ids[: len(exact)] != exact
+
+    traces = call(f"{server.url}/sessions/tree/traces")[1]
+    assert traces["num_turns"] == 5 and traces["num_forked"] == 2 and len(traces["rows"]) == 3
+    drawn = 0
+    for row in traces["rows"]:
+        tokens = [token for segment in row["segments"] for token in segment["tokens"]]
+        learner, at = server.policy.logprobs(tokens).numpy(), 0
+        for segment in row["segments"]:
+            at += len(segment["tokens"])
+            if segment["author"] == "policy":
+                assert f32(segment["logprobs"]) == learner[at - len(segment["tokens"]) - 1 : at - 1].tobytes()
+                drawn += segment["trained"] * len(segment["tokens"])
+    answers = [first, second, fork, edited]
+    assert drawn == sum(a.usage.completion_tokens for a in answers) + sum(
+        len(c.choices[0].token_ids) for c in chunks[1:]
+    )
+    assert call(f"{server.url}/sessions/tree/reward", {"reward": 0.5})[1] == {"id": "tree", "reward": 0.5}
+    assert call(f"{server.url}/sessions/tree/reward", {"reward": 1})[0] == 409
+    assert call(f"{server.url}/sessions/tree/reward", b'{"reward": NaN}')[0] == 400
+    assert call(f"{server.url}/sessions/tree", method="DELETE")[1]["reward"] == 0.5
+    with pytest.raises(openai.APIStatusError) as ended:
+        chat(CHAT)
+    assert ended.value.status_code == 410 and ended.value.code == "session_closed"
+    assert call(f"{server.url}/sessions/tree/traces")[0] == 410 and call(f"{server.url}/sessions/no/traces")[0] == 404
+    assert call(f"{server.url}/sessions", {"id": "a/b"})[0] == 400
+
+
+def test_attempts_of_one_request_have_one_answer(server: Served) -> None:
+    body = {"prompt": "again", "max_tokens": 12, "return_token_ids": True}
+
+    def ask(**headers: str) -> Any:
+        names = {key.replace("_", "-"): value for key, value in headers.items()}
+        status, answer = call(f"{server.url}/v1/completions", body, names)
+        return answer["choices"][0]["token_ids"] if status == 200 else status
+
+    one, two = ask(idempotency_key="1"), ask(idempotency_key="2")
+    assert one != two and ask(idempotency_key="1") == one and ask(idempotency_key="2") == two
+    body["max_tokens"] = 13
+    assert ask(idempotency_key="1") == 422
+    in_session = [ask(x_session_id="s"), ask(x_session_id="s", x_stainless_retry_count="1"), ask(x_session_id="s")]
+    assert in_session[0] == in_session[1] != in_session[2]
+    traces = call(f"{server.url}/sessions/s/traces")[1]
+    assert traces["num_turns"] == 2
+
+
 def test_stop_strings_end_the_text_and_not_the_tokens(server: Served, client: Any) -> None:
     stops = list("0123456789bcfghj")  # in no special token
     asked = {"model": "tiny", "prompt": "stop", "max_tokens": 90, "seed": 2, "stop": stops}
@@ -221,8 +291,9 @@ def test_models_tokens_health_and_metrics(server: Served, client: Any) -> None:
 COMPLETION = {"model": "tiny", "prompt": "a", "max_tokens": 2}
 BAD: dict[str, tuple[Any, int, str]] = {
     "broken JSON": (b'{"prompt": ', 400, "not JSON"),
+    "half a character": (b'{"prompt": "\\ud800"}', 400, "cannot encode"),
     "no object": (b"[1]", 400, "JSON object"),
-    "deep": (b'{"prompt": ' + b"[" * 100_000, 400, "not JSON"),
+    "deep": (b'{"prompt": ' + b"[" * 100_000, 400, "not JSON: lists or tables are nested"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', 400, "NaN is not JSON"),
     "another model": (COMPLETION | {"model": "gpt-9"}, 404, "this server has 'tiny'"),
     "id out of range": (COMPLETION | {"prompt": [99999]}, 400, "prompt[0][0] = 99999"),
@@ -278,8 +349,11 @@ def test_addresses_methods_and_types(server: Served) -> None:
     assert call(f"{server.url}/v1/nothing")[0] == 404 and call(f"{server.url}/v1/completions")[0] == 405
     status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"content-type": "text/plain"})
     assert status == 415 and "application/json" in answer["error"]["message"]
-    status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"host": "evil.example:80"})
-    assert status == 403 and "Host" in answer["error"]["message"]
+    for host in ("evil.example:80", "evil.example", "127.0.0.1.evil.example", ""):
+        status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"host": host})
+        assert status == 403 and "Host" in answer["error"]["message"]
+    for host in ("localhost", "127.0.0.2:5", "[::1]:8000"):
+        assert call(f"{server.url}/v1/models", None, {"host": host})[0] == 200
 
 
 def test_a_key_and_a_body_that_is_too_long(folder: Path) -> None:

@@ -30,7 +30,7 @@ def test_pieces_of_a_text_are_its_text_and_nothing_is_taken_back(stops: tuple[st
             at = min(len(tokens), at + draw.randint(1, 4))
             pieces.append(stream.more(tokens[:at]))
             assert visible(TEXT, stops).startswith("".join(pieces))
-        pieces.append(stream.rest(TEXT))
+        pieces.append(stream.rest(visible(TEXT, stops)))
         assert "".join(pieces) == visible(TEXT, stops)
     assert visible(TEXT, ("<stop>",)) == "a <stop one, é and ü, <" and visible(TEXT, ()) == TEXT
 
@@ -44,8 +44,19 @@ def test_names_count_equal_requests_unless_they_say_a_seed() -> None:
         names.take([1, 2, 0], params, 1, True), names.take([1, 2], SamplingParams(6), 1, True),
         names.take([1, 2], SamplingParams(5, seed=1), 1, True), Names("x").take([1, 2], params, 1, True),
     ]
-    assert len({first[0], *(id for (id,) in others)}) == 5
-    assert all(0 <= id < 2**63 for (id,) in others)
+    found = {first[0].id, *(name.id for (name,) in others)}
+    assert len(found) == 5 and all(0 <= id < 2**63 for id in found)
+
+
+def test_answers_that_nobody_got_are_the_next_ones() -> None:
+    names, params = Names(), SamplingParams(5)
+    five = names.take([1], params, 5, False)
+    names.give_back([1], params, [five[3], five[1], five[1]])
+    assert names.take([1], params, 1, False) == [five[1]]
+    names.claim([1], params, [five[3]])
+    assert names.take([1], params, 1, False)[0].place == 5
+    names.give_back([1], params, [five[0]])
+    assert [name.place for name in names.take([1], params, 3, False)] == [0, 6, 7]
 
 
 def test_what_an_ask_holds() -> None:

@@ -4,6 +4,7 @@ A checkpoint is a folder `checkpoints/step_000100`:
 
     model/       Hugging Face folder (BF16), for `eval`, `export` and other programs; of adapters a PEFT folder
     state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`store.py`)
+    under_way.safetensors   with rollout.overcommit, tokens and log-probs of answers that are under way
     state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file and of itself; its presence
                  makes the folder complete
 
@@ -34,13 +35,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from jetrl.errors import Notice, UserError
+from jetrl.huggingface import hub
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import gather_from_ranks, on_rank0, together
 from jetrl.parallel.posts import Abandoned, Posts
 from jetrl.parallel.world import ALONE, World
 from jetrl.run.checkpoint import store
-from jetrl.untrusted import fresh, json_file, text_file
+from jetrl.untrusted import fresh, inside, json_file, text_file
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
@@ -67,6 +69,7 @@ class Meta:
     first_row: int = 0  # the step of the first row of the run folder's metrics
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     clip_bounds: list[float] | None = None  # of a calibrated clip
+    under_way: list[dict[str, Any]] | None = None  # groups that go on in the next step (`suspended.py`)
     base: str | None = None  # digest of the frozen base of adapters
     files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
     digest: str | None = None  # SHA-256 of all of the above; None in checkpoints until 2026-11-24
@@ -347,6 +350,8 @@ def _check_types(meta: Meta) -> None:
         "data": hashes, "settings": table, "paths": table, "flow_digest": ("a string", lambda v: isinstance(v, str)),
         "clip_bounds": ("two numbers or null", lambda v: v is None or (
             isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v))),
+        "under_way": ("a list of tables or null", lambda v: v is None or (
+            isinstance(v, list) and all(isinstance(x, dict) for x in v))),
         "base": ("a string or null", lambda v: v is None or isinstance(v, str)),
         "initial_accuracy": ("a number or null", lambda v: v is None or type(v) in (int, float)),
     }
@@ -398,6 +403,23 @@ def _warned(path: Path) -> Iterator[None]:
 def verify_model(path: Path) -> None:
     """Check the hashes of a checkpoint's `model/` weights, for callers that read only these."""
     store.verify(path / _MODEL, _below(_MODEL, _read_meta(path)), "Use another checkpoint.")
+
+
+def model_folder(
+    where: str | Path, revision: str | None = None, verify: bool = True, *, weights: bool = True
+) -> Path:
+    """The Hugging Face folder meant by a run folder (its newest checkpoint), a checkpoint, a model folder or a hub
+    name. `verify`: UserError if a checkpoint's weights do not have their hashes. Without `weights` only the small files
+    of a model on the hub are sure to be there."""
+    path = hub.model_folder(where, revision, weights=weights)
+    if (path / "checkpoints").is_dir():
+        found = newest(path / "checkpoints")
+        if found is None:
+            raise UserError(f"{path} has no complete checkpoint yet. Set checkpoint.save_interval, or wait for one.")
+        path = found
+    if verify and (path / _META).is_file():
+        verify_model(path)
+    return inside(path, _MODEL) if (path / _MODEL).is_dir() else path
 
 
 def _replace_text(path: Path, text: str) -> None:

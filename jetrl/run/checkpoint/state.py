@@ -24,7 +24,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.rl.calibration import Bounds
-from jetrl.run.checkpoint import base, checkpoint, resume, store
+from jetrl.run.checkpoint import base, checkpoint, resume, store, suspended
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
 from jetrl.train.batches import PackedBatch
@@ -49,6 +49,12 @@ def find(config: Config, run_dir: Path) -> Path | None:
     if (Path(asked) / "checkpoints").is_dir():  # a run folder: its newest
         return checkpoint.newest(Path(asked) / "checkpoints")
     return Path(asked)
+
+
+def digests_of(session: Session) -> dict[str, str]:
+    """`resume.data_digests` of a session."""
+    teacher = None if session.teacher is None else session.teacher.base_digest
+    return resume.data_digests(session.config, session.tokenizer, session.own, teacher)
 
 
 def begin(session: Session, run_dir: Path, warm: Path | None = None) -> None:
@@ -87,17 +93,22 @@ def save(session: Session, run_dir: Path) -> None:
     progress, pending = session.progress, session.pending
     pending.beside.finish()
     parts, world = parts_of_run(session), session.world
+    carries = session.config.rollout.overcommit > 0
+    table, content = suspended.packed(progress.under_way) if carries else (None, None)
     meta = checkpoint.Meta(
         progress.step, progress.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), progress.initial_accuracy, progress.num_prompts,
         progress.first_row, progress.data,
         clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds], base=progress.base,
+        under_way=table,
     )
     small, folder = _small_files(session), run_dir / "checkpoints"
     writes = partial(_write_model, session.model, small, world)
     if session.config.lora.rank is not None:
         names = base.named(session.config, folder), progress.base
         writes = partial(_write_adapters, session.model, small, world, *names)
+    if content is not None and world.first:
+        writes = partial(suspended.write_beside, writes, content)
     writing = checkpoint.begin(
         folder, meta, parts, writes, session.config.checkpoint.keep, world, pending.beside.copy_of(parts)
     )
@@ -180,6 +191,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     progress.step, progress.weight_version, progress.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     progress.initial_accuracy = meta.initial_accuracy
     progress.clip_bounds = None if meta.clip_bounds is None else Bounds(*meta.clip_bounds)
+    with together(world):
+        if meta.under_way is not None:
+            progress.under_way = suspended.unpacked(path, meta.under_way, meta.files or {}, session)
     # rows before are the other folder's
     progress.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:

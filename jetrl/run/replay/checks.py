@@ -222,6 +222,16 @@ def _draws(rerun: Rerun, spans: Sequence[Span], compared: _Compared) -> None:
             compared.add(span, found[number].tokens, found[number].logprobs)
 
 
+def draw(rerun: Rerun, span: Span) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of one span drawn again, with their log-probs."""
+    engine, number = rerun.session.engine, _id_of(span)
+    engine.add([Request(number, tuple(span.prefix(span.start).tolist()), _sampling(rerun, span))])
+    while engine.has_work:
+        engine.step()
+    (completion,) = engine.collect()
+    return completion.tokens, completion.logprobs
+
+
 def _id_of(span: Span) -> int:
     if span.trajectory.request_id is None:
         raise UserError(f"{span.name} has no request id in its record, so it cannot be drawn again.")

@@ -20,13 +20,16 @@ from jetrl.run.gather import Gathered
 from jetrl.run.replay.record import StepRecord, path_of, steps_of, write
 from jetrl.run.setup import Session
 from jetrl.spec import ModelSpec
+from jetrl.train.batches import PackedBatch
 from jetrl.train.digests import UNSEEN, Digests
 from jetrl.types import Group
 
 
-def digests_for(config: Config) -> Digests:
-    """What takes the digests of a step; where no steps are kept, it takes none."""
-    return Digests() if config.checkpoint.replay_steps else UNSEEN
+def digests_of(config: Config, batches: Sequence[PackedBatch]) -> Digests:
+    """What takes the digests of a step, with those of its batches; where no steps are kept, it takes none."""
+    seen = Digests() if config.checkpoint.replay_steps else UNSEEN
+    seen.add_batches(batches)
+    return seen
 
 
 def add_weights(seen: Digests, session: Session) -> None:

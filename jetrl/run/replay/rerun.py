@@ -19,7 +19,7 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import CONFIG_FILE
 from jetrl.rl.own import is_own
 from jetrl.run.checkpoint import checkpoint, state
-from jetrl.run.checkpoint.resume import data_digests
+from jetrl.run.checkpoint.base import stays
 from jetrl.run.gather import gather
 from jetrl.run.replay import keeping, record
 from jetrl.run.replay.record import StepRecord
@@ -30,7 +30,7 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import update
-from jetrl.types import Group, StepReport, WeightSet
+from jetrl.types import Group, StepReport
 from jetrl.untrusted import inside
 
 _WEIGHTS, _NOT_AGAIN = "published/", "the weights made again for"
@@ -76,7 +76,7 @@ def opened(run_dir: Path, version: int, say: Say = lambda text: None) -> Iterato
     config, found = config_of(run_dir), _checkpoint_for(run_dir, version)
     if found is None and config.sft.steps:
         raise UserError(_gone(run_dir, version))
-    session = build(config, weights=found is None)
+    session = build(config, weights=found is None or stays(config))
     try:
         rerun = Rerun(session, run_dir, say)
         rerun.begin(found)
@@ -112,8 +112,8 @@ class Rerun:
     def __init__(self, session: Session, run_dir: Path, say: Say) -> None:
         self.session, self.run_dir, self.say = session, run_dir, say
         self.notes = differences(run_dir, session)
-        self.weights: WeightSet | None = None
         self._changed_data: list[str] = []
+        self._knows_under_way = True
 
     @property
     def version(self) -> int:
@@ -123,7 +123,7 @@ class Rerun:
         """Take the state of a checkpoint; None: that before the first step."""
         session = self.session
         if found is not None:
-            session.progress.data = data_digests(session.config, session.tokenizer, session.own)
+            session.progress.data = state.digests_of(session)
             there = checkpoint.load(found).data
             self._changed_data = [key for key, digest in there.items() if session.progress.data.get(key) != digest]
             state.restore(session, found, self.run_dir)
@@ -164,6 +164,7 @@ class Rerun:
     def _repeat_to_go_on(self, one: StepRecord) -> None:
         """The update of a step on the way to a later version; a note if its weights are not those of the run."""
         found = self.repeat(one)[0]
+        self._knows_under_way = not self.session.config.rollout.overcommit
         wrong = [name for name, value in one.digests.items() if name.startswith(_WEIGHTS) and found[name] != value]
         if wrong and not any(note.startswith(_NOT_AGAIN) for note in self.notes):
             self.notes.append(
@@ -191,8 +192,15 @@ class Rerun:
                 f"{self.run_dir} has no record of step {step}, and cannot roll it out again: "
                 f"{', '.join(self._changed_data)} changed since. Put the data back, or take another step."
             )
+        if not self._knows_under_way:
+            raise UserError(
+                f"{self.run_dir} has no record of step {step}, and cannot roll it out again: of the answers that were "
+                "carried over into it there is nothing in the record of the step before. Take an earlier step, or one "
+                "after the next checkpoint."
+            )
         done = gather(self.session, _Quiet(), step)
         learn(self.session, done.learnt, step, done.next_prompt, UNSEEN)
+        self.session.progress.under_way = done.under_way
 
 
 def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests) -> list[Group]:
@@ -203,10 +211,11 @@ def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int
         groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
         weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
         updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
+        max_off_policy_steps=config.most_behind,
     )
     learnt, batches, _ = estimate(
         groups, batches, session.learner, progress.reference, config, session.unified,
-        given=is_own(config.rl.adv_estimator),
+        given=is_own(config.rl.adv_estimator), teacher=session.teacher,
     )
     clip = Calibration(session.learner, config, progress.clip_bounds)
     clip.begin(batches, step)
@@ -226,6 +235,11 @@ def differences(run_dir: Path, session: Session) -> list[str]:
     return [f"{what}: {text}" for what, text in unlike(there, here).items()]
 
 
-def unlike(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+def unlike(
+    there: Mapping[str, str], here: Mapping[str, str], names: tuple[str, str] = ("the run", "this process")
+) -> dict[str, str]:
     """By what differs, both values in words."""
-    return {key: f"{there[key]} in the run, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]}
+    return {
+        key: f"{there[key]} in {names[0]}, {here[key]} in {names[1]}"
+        for key in here if there.get(key, here[key]) != here[key]
+    }

@@ -1,4 +1,4 @@
-"""`jetrl replay` for people: what was computed again, and what came of it."""
+"""`jetrl replay` and `jetrl bisect` for people: what was computed again, and what came of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jetrl.report.text import wrapped
 from jetrl.run.replay import record
+from jetrl.run.replay.bisect import Bisected
 from jetrl.run.replay.checks import Replayed
 
 _MEANING = {
@@ -35,6 +36,22 @@ def show(found: Replayed, console: Console) -> None:
         console.print(wrapped(f"note: {note}", 2), style="dim", markup=False)
 
 
-def to_json(found: Replayed) -> dict[str, Any]:
+def show_bisected(found: Bisected, console: Console) -> None:
+    """Print where two runs part."""
+    for text in found.differences:
+        console.print(wrapped(f"differs: {text}", 0), style="dim", markup=False)
+    if found.step is None:
+        console.print(f"All recorded values are equal: step {record.ranges(found.compared)}.", style="green")
+        return
+    said = f"Step {found.step} differs first, in its {found.phase}: {found.recorded}."
+    console.print(said, style="red", markup=False)
+    index = "" if found.index is None else f" at {list(found.index)}"
+    console.print(wrapped(f"first: {found.what}{index}", 2), markup=False)
+    if found.bits is not None:
+        console.print(f"    A: {found.bits[0]}\n    B: {found.bits[1]}", markup=False)
+    console.print(wrapped(found.here, 2), style="dim", markup=False)
+
+
+def to_json(found: Replayed | Bisected) -> dict[str, Any]:
     """The same as a table."""
     return asdict(found) | {"same": found.same}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jetrl.environments.tool_calls import ToolCall, answer_part, format_of, read_calls
+from jetrl.chat.tool_calls import ToolCall, answer_part, format_of, read_calls
 
 
 def hermes(text):

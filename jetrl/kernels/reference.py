@@ -219,9 +219,9 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(torch.float32) + y.to(torch.float32)).to(x.dtype)
 
 
-def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """`x + scale * y` with `y` in FP32, what an adapter adds: an FP32 product, an FP32 sum, rounded."""
-    return (y * scale).add_(x).to(x.dtype)
+def add_scaled(x: Tensor, y: Tensor, scale: float, out: Tensor) -> Tensor:
+    """`x + scale * y` with `y` in FP32, what an adapter adds: an FP32 product, an FP32 sum, rounded into `out`."""
+    return out.copy_((y * scale).add_(x))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -87,15 +87,13 @@ class Adapter(nn.Module):
 
     def expand(self, y: Tensor, u: Tensor) -> Tensor:
         """`y` with s * B u added to the sections of the projections, rounded once."""
-        parts, at = [], 0
+        whole = sum(stop - start for (start, stop), _ in self.places) == y.shape[1]
+        out = torch.empty_like(y) if whole else y.clone()
         for i, ((start, stop), (first, last)) in enumerate(self.places):
             own = u[:, i * self.rank : (i + 1) * self.rank].contiguous()
             t = gemm.bf16_gemm(own, gemm.prepare_bf16(self.b.published[first:last]), torch.float32)
-            parts += [y[:, at:start]] if start > at else []
-            parts.append(add_scaled(y[:, start:stop], t, self.scale))
-            at = stop
-        parts += [y[:, at:]] if at < y.shape[1] else []
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            add_scaled(y[:, start:stop], t, self.scale, out[:, start:stop])
+        return out
 
     def backward_of_expand(self, dy: Tensor) -> Tensor:
         """du [T, P r] of `dy` [T, N]: the FP32 sums over rows of B, times s, rounded once."""

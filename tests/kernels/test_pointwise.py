@@ -77,10 +77,12 @@ def test_add() -> None:
 def test_add_scaled() -> None:
     """An FP32 product, an FP32 sum, one rounding: never a product that is rounded to BF16, nor a fused one."""
     x, y, scale = normal(40, 64), torch.randn(40, 64, generator=torch.Generator().manual_seed(3)), 32 / 24**0.5
-    got = pointwise.add_scaled(x, y, scale)
+    got = pointwise.add_scaled(x, y, scale, torch.empty_like(x))
     product = (y.double() * float(torch.tensor(scale))).float()
     assert_bitwise_equal(got, (x.double() + product.double()).float().bfloat16())
-    assert_bitwise_equal(pointwise.add_scaled(x[3:4], y[3:4], scale), got[3:4])
+    wide = torch.zeros(40, 100, dtype=torch.bfloat16)
+    assert_bitwise_equal(pointwise.add_scaled(x[3:4], y[3:4], scale, wide[3:4, 20:84]), got[3:4])
+    assert not wide[:, :20].any() and not wide[:3].any() and not wide[:, 84:].any()
     assert not torch.equal(got, x + (y * scale).bfloat16())
 
 

@@ -78,10 +78,11 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return _Add.apply(x, y)
 
 
-def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """`x + scale * y` with `y` in FP32, in FP32 and rounded to the dtype of `x`. It has no gradient of its own."""
-    assert y.dtype == torch.float32
-    return backend_of(x).add_scaled(x, y, scale)
+def add_scaled(x: Tensor, y: Tensor, scale: float, out: Tensor) -> Tensor:
+    """`x + scale * y` of `x` [T, N] and `y` [T, N] in FP32, in FP32, and rounded into `out`, which may be columns of a
+    wider tensor, as `x` may. It has no gradient of its own."""
+    assert y.dtype == torch.float32 and x.shape == y.shape == out.shape and x.dtype == out.dtype
+    return backend_of(x).add_scaled(x, y, scale, out)
 
 
 def add_rms_norm(

@@ -136,10 +136,10 @@ class Block(ABC):
         return of.tokens * (gradients + self.adding_bytes(of.spec, of.recipe))
 
     def adding_bytes(self, spec: ModelSpec, recipe: Recipe) -> int:
-        """The most bytes a token that the adapters of a linear make and free: of a projection B u and its product with
-        the scale, in FP32, and its sum; and both outputs."""
+        """The most bytes a token that the adapters of a linear make and free: of a projection B u in FP32, and both
+        outputs."""
         lora = recipe.lora
         if lora is None:
             return 0
         adapted = [one for one in self.linears(spec).values() if lora.adapted(one.projections)]
-        return max((10 * max(one.sections) + 4 * sum(one.sections) for one in adapted), default=0)
+        return max((4 * max(one.sections) + 4 * sum(one.sections) for one in adapted), default=0)

@@ -173,8 +173,21 @@ class Rerun:
                 f"first that differs): replay the update of step {one.step}"
             )
 
+    def require_tokens(self, one: StepRecord) -> None:
+        """UserError for a record with tokens that the model does not have: it is not of this run."""
+        vocabulary = self.session.model.spec.vocab_size
+        for _, trajectory in one.trajectories():
+            for segment in trajectory.segments:
+                wrong = segment.tokens[(segment.tokens < 0) | (segment.tokens >= vocabulary)]
+                if len(wrong):
+                    raise UserError(
+                        f"The record of step {one.step} of {self.run_dir} has the token {wrong[0]}, and the model "
+                        f"knows 0 to {vocabulary - 1}: it was changed, or is of another run. Restore it."
+                    )
+
     def _require_alike(self, one: StepRecord) -> None:
         session = self.session
+        self.require_tokens(one)
         if one.flow_digest != session.flow_digest:
             raise UserError(
                 f"Step {one.step} of {self.run_dir} was computed in the flow {one.flow_digest}, and here it is "

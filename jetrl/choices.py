@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 Precision = Literal["bf16", "fp8", "fp8_rollout", "w8a16"]
+TeacherPrecision = Literal["bf16", "fp8", "w8a16"]  # a teacher does not sample
 ScaleKind = Literal["fp32", "pow2"]
 CacheKind = Literal["bf16", "fp8"]
 WgradKind = Literal["row", "tile"]
@@ -17,8 +18,8 @@ LoraTarget = Literal[
     "all", "attention", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 ]
 
-Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
-AdvEstimator = Literal["grpo", "rloo", "reinforce_pp", "gae"]
+Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]
+AdvEstimator = Literal["grpo", "rloo", "reinforce_pp", "gae", "teacher"]
 Ratio = Literal["token", "sequence_mean", "sequence"]
 Surrogate = Literal["clip", "cispo"]
 LossAgg = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

@@ -121,6 +121,12 @@ _PRESETS = (
             "kl_estimator": _KL_IN_REWARD["kl_estimator"],
         },
     ),
+    Preset(
+        "distill", "The policy's own answers, each token weighed by a teacher's log-prob of it. Rewards are only "
+        "reported.", "2306.08543",
+        {"adv_estimator": "teacher"},
+        {"adv_estimator": "The teacher judges every token, so neither groups nor rewards are needed."},
+    ),
 )
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})

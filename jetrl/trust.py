@@ -31,6 +31,7 @@ BUILT_IN = frozenset({
 })
 _PARAMS = ("task.params", "environment.params")  # arguments of code, which may name more of it
 _NAMES_CODE = re.compile(r"[^\s:]+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_COMMAND = "environment.params.command"
 _KEPT = 1000  # notes
 
 
@@ -47,6 +48,8 @@ def code_of(config: Config) -> list[Named]:
     found = [Named(key, name) for key in holding("code") for name in _texts(value_of(config, key)) if ":" in name]
     for key in _PARAMS:
         found += [Named(key, name) for name in _texts(value_of(config, key)) if _NAMES_CODE.fullmatch(name)]
+    if config.environment.name == "command":  # a program of any kind
+        found.append(Named(_COMMAND, str(config.environment.params.get("command"))))
     return [one for one in found if one.name not in BUILT_IN]
 
 
@@ -95,7 +98,10 @@ def require(
 
 def _note(config: Config) -> Path:
     """The file that says that the code of a config was run: named by where the code lies, and by its arguments."""
-    code = [[one.key, one.name, _origin(one.name)] for one in code_of(absolute_paths(config))]
+    code = [
+        [one.key, one.name, os.getcwd() if one.key == _COMMAND else _origin(one.name)]  # it runs in this folder
+        for one in code_of(absolute_paths(config))
+    ]
     held = json.dumps([code, [value_of(config, key) for key in _PARAMS]], sort_keys=True, default=str)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "jetrl" / "own_code" / hashlib.sha256(held.encode()).hexdigest()[:32]

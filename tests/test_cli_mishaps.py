@@ -102,7 +102,7 @@ def test_a_damaged_model_in_a_checkpoint(jetrl: Cli, finished: Path, tmp_path: P
     data[-7] ^= 1
     file.write_bytes(data)
     for command in (("eval", tmp_path / "copy"), ("export", tmp_path / "copy", tmp_path / "out")):
-        assert_refused(jetrl(*command), "does not have the hash")
+        assert_refused(jetrl(*command), "does not have the recorded hash")
 
 
 def test_the_certificate_of_a_run_is_that_of_its_precision(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from jetrl.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 BASE: dict[str, Any] = {"name": "x", "model": {"path": "folder"}, "task": {"name": "addition"}}
+OF: dict[str, dict[str, Any]] = {"distill": {"teacher": {"path": "folder"}}}  # what an algorithm cannot do without
 RECIPE = 'name = "x"\n[model]\npath = "folder"\n[task]\nname = "addition"\n'
 
 
@@ -586,7 +587,7 @@ def test_what_is_trained_follows_what_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algo", PRESETS)
 def test_a_preset_sets_defaults_that_can_be_overridden(algo: str, tmp_path: Path) -> None:
-    config = parse_config({**BASE, "rl": {"algo": algo}})
+    config = parse_config({**BASE, **OF.get(algo, {}), "rl": {"algo": algo}})
     for key, value in PRESETS[algo].values.items():
         assert getattr(config.rl, key) == value
     assert load(tmp_path, to_toml(config)) == config, "the values are written out, and read back"
@@ -595,7 +596,9 @@ def test_a_preset_sets_defaults_that_can_be_overridden(algo: str, tmp_path: Path
         assert config.rl.overlong_buffer_len == config.rollout.max_response_length // 5
         del others["overlong_buffer_len"]
     assert {key: getattr(config.rl, key) for key in others} == others
-    mixed = parse_config({**BASE, "rl": {"algo": algo, "entropy_coef": 0.5, "loss_agg": "seq_mean_token_sum"}})
+    mixed = parse_config({**BASE, **OF.get(algo, {}), "rl": {
+        "algo": algo, "entropy_coef": 0.5, "loss_agg": "seq_mean_token_sum",
+    }})
     assert mixed.rl.loss_agg == "seq_mean_token_sum" and mixed.rl.adv_estimator == config.rl.adv_estimator
 
 
@@ -648,8 +651,10 @@ def test_leaving_an_algorithm_takes_its_own_keys_back(tmp_path: Path) -> None:
 def test_a_runs_own_config_takes_another_algorithm(old: str, new: str, tmp_path: Path) -> None:
     """config.toml states every key; those that the old algorithm had filled in must not hold the new one back."""
     rl = {"updates_per_step": 2, "kl_coef": 0.1, "entropy_coef": 0.5}
-    written = to_toml(parse_config({**BASE, "rl": {"algo": old, **rl}}))
-    assert load(tmp_path, written, f"rl.algo={new}").rl == parse_config({**BASE, "rl": {"algo": new, **rl}}).rl
+    written = to_toml(parse_config({**BASE, **OF.get(old, {}), "rl": {"algo": old, **rl}}))
+    said = [f"rl.algo={new}", *(["teacher.path=folder"] if new == "distill" else ["teacher.path=none"])]
+    expected = parse_config({**BASE, **OF.get(new, {}), "rl": {"algo": new, **rl}}).rl
+    assert load(tmp_path, written, *said).rl == expected
 
 
 def test_a_group_of_one_needs_another_baseline() -> None:

@@ -55,6 +55,16 @@ def trained(recipe: str, folder: Path, *overrides: str) -> list[dict[str, float]
     return read_metrics(folder / config.name)
 
 
+@pytest.mark.timeout(400)
+def test_training_through_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai", reason="needs OpenAI's client: the extra dev")
+    pytest.importorskip("starlette", reason="needs the extra serve")
+    monkeypatch.chdir(ROOT)
+    rows = trained("examples/agent.toml", tmp_path, "environment.timeout=300", "rollout.prompts_per_step=2")
+    assert [(row[PARITY], row["environment/num_errors"]) for row in rows[1:]] == [(0.0, 0)] * 2
+    assert all(1.0 <= row["environment/turns_mean"] <= 4.0 for row in rows[1:])
+
+
 def test_own_data_and_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     rows = trained("examples/sort_digits.toml", tmp_path, "sft.steps=2", "sft.warmup_steps=0",

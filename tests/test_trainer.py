@@ -524,7 +524,7 @@ def test_no_part_of_an_exported_run_is_a_link_out_of_it(tmp_path: Path, command:
     shutil.copytree(command, run)
     (run / place).rename(elsewhere)
     (run / place).symlink_to(elsewhere)
-    with pytest.raises(UserError, match=rf"leads by a link to {elsewhere}.*name what it leads to"):
+    with pytest.raises(UserError, match=rf"leads by a link to {elsewhere}.*name the file it leads to"):
         export_checkpoint(run, tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
     if place.endswith("model"):  # it has to be in its checkpoint, whose files have hashes

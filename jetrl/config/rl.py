@@ -31,7 +31,7 @@ OwnFunction = Annotated[str, Field(pattern=r"^[^:\s].*:[A-Za-z_]\w*$")]
 
 OFF_POLICY_ONLY = NoEffectWhile("rl.updates_per_step", (1,))
 # A function of the user's gets no values: it has no critic.
-CRITIC_ONLY = NoEffectWhile("rl.adv_estimator", ("grpo", "rloo", "reinforce_pp", OWN))
+CRITIC_ONLY = NoEffectWhile("rl.adv_estimator", ("grpo", "rloo", "reinforce_pp", "teacher", OWN))
 
 
 class RLConfig(Section):
@@ -43,11 +43,11 @@ class RLConfig(Section):
     ] = Field(default="grpo", description="The algorithm: a preset of the keys below.")
     adv_estimator: Annotated[AdvEstimator | OwnFunction, Holds("code"), Kernels(), Elsewhere(same=("verl",))] = Field(
         default="grpo", description="Advantages: relative to the group (grpo), to the others of the group (rloo), "
-        "normalized over the step (reinforce_pp), from a critic (gae). Or yours, as path/to/file.py:function "
-        "(docs/ALGORITHMS.md).",
+        "normalized over the step (reinforce_pp), from a critic (gae), from the teacher alone (teacher). Or yours, as "
+        "path/to/file.py:function (docs/ALGORITHMS.md).",
     )
     norm_adv_by_std: Annotated[
-        bool, NoEffectWhile("rl.adv_estimator", ("rloo", "reinforce_pp")),
+        bool, NoEffectWhile("rl.adv_estimator", ("rloo", "reinforce_pp", "teacher")),
         Elsewhere(
             "verl: norm_adv_by_std_in_grpo; NeMo RL: normalize_rewards; SkyRL: grpo_norm_by_std; torchtitan: "
             "should_std_normalize"),
@@ -58,12 +58,14 @@ class RLConfig(Section):
     ] = Field(
         default=True, description="Divide advantages by the standard deviation of the group (grpo) or step (gae).")
     adv_epsilon: Annotated[
-        float, NoEffectWhile("rl.adv_estimator", ("rloo",)), NoEffectWhile("rl.norm_adv_by_std", (False,)),
+        float, NoEffectWhile("rl.adv_estimator", ("rloo", "teacher")), NoEffectWhile("rl.norm_adv_by_std", (False,)),
     ] = Field(
         default=1e-6, ge=0, description="Added to the standard deviation that advantages are divided by (in verl 1e-6, "
         "in TRL 1e-4).",
     )
-    gamma: Annotated[float, NoEffectWhile("rl.adv_estimator", ("grpo", "rloo")), Elsewhere(same=("verl",))] = Field(
+    gamma: Annotated[
+        float, NoEffectWhile("rl.adv_estimator", ("grpo", "rloo", "teacher")), Elsewhere(same=("verl",)),
+    ] = Field(
         default=1.0, gt=0, le=1, description="Discount of a token's later rewards.")
     gae_lambda: Annotated[float, CRITIC_ONLY, Elsewhere("verl: lam")] = Field(
         default=1.0, ge=0, le=1, description="Lambda of generalized advantage estimation.")

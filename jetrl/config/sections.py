@@ -28,6 +28,7 @@ from jetrl.config.rl import RLConfig
 from jetrl.config.rollout import EnvironmentConfig as EnvironmentConfig
 from jetrl.config.rollout import RolloutConfig
 from jetrl.config.task import TaskConfig as TaskConfig
+from jetrl.config.teacher import TeacherConfig, teacher_problems
 from jetrl.config.toml import toml_literal
 from jetrl.config.train import TrainConfig
 from jetrl.config.vllm import VLLMConfig, vllm_problems
@@ -274,6 +275,7 @@ class Config(Section):
         default=VLLMConfig(), description="vLLM as the rollout's engine.")
     environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
     rl: RLConfig = Field(default=RLConfig(), description="Objective.")
+    teacher: TeacherConfig = Field(default=TeacherConfig(), description="Distillation.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
     sft: Annotated[SFTConfig, WarmStart()] = Field(default=SFTConfig(), description="Warm start.")
     eval: Annotated[EvalConfig, MayChange()] = Field(default=EvalConfig(), description="Evaluation.")
@@ -310,6 +312,7 @@ class Config(Section):
         if rollout.overcommit:
             yield from self._carry_problems()
         yield from self._lora_problems()
+        yield from teacher_problems(self)
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
                    f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")

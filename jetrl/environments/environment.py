@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from jetrl.chat.fields import Message, message_of
 from jetrl.config import TaskConfig
 from jetrl.environments.calculator import Calculator
+from jetrl.environments.command import Command
 from jetrl.environments.retry import Retry
 from jetrl.errors import UserError, defined_at, shown
 from jetrl.hashing import stable_hash
@@ -37,7 +38,7 @@ from jetrl.user_code.from_python import NOTHING, FromPython, is_given
 from jetrl.user_code.importing import import_attribute
 from jetrl.values import value_of
 
-BUILTIN: Mapping[str, type] = {"calculator": Calculator, "retry": Retry}
+BUILTIN: Mapping[str, type] = {"calculator": Calculator, "command": Command, "retry": Retry}
 TOOLS = "tools"  # built in as well, and made of `environment.tools` by `environments/tools.py`
 
 Messages = str | Message | Sequence[Message]

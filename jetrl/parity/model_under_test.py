@@ -16,7 +16,7 @@ from jetrl.config import Config, load_config, resolve, switched_off
 from jetrl.config.shipped import find_recipe, shipped
 from jetrl.config.toml import read_toml, split_override
 from jetrl.errors import UserError
-from jetrl.huggingface import export, hub
+from jetrl.huggingface import hub
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import RECORD, is_adapters, read_adapters
@@ -28,10 +28,10 @@ from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe, recipe_of
+from jetrl.run.checkpoint.checkpoint import model_folder as model_folder
 from jetrl.run.prepare import adapters_in, check_experts, check_lora, check_sizes, load_spec, model_source
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.untrusted import inside
 
 _SEED = 0  # of drawn adapters
 
@@ -224,22 +224,6 @@ def _drawn(config: Config, spec: ModelSpec, recipe: Recipe, master_dtype: torch.
             else:
                 master.param.copy_(value)
     return model
-
-
-def model_folder(where: str | Path, revision: str | None = None, verify: bool = True) -> Path:
-    """The Hugging Face folder meant by a run folder (its newest checkpoint), a checkpoint, a model folder or a hub
-    name. `verify`: UserError if a checkpoint's weights do not have their hashes."""
-    from jetrl.run.checkpoint.checkpoint import newest, verify_model
-
-    path = hub.model_folder(where, revision)
-    if (path / "checkpoints").is_dir():
-        found = newest(path / "checkpoints")
-        if found is None:
-            raise UserError(f"{path} has no complete checkpoint yet. Set checkpoint.save_interval, or wait for one.")
-        path = found
-    if verify and (path / "state.json").is_file():
-        verify_model(path)
-    return inside(path, export.HF_SUBFOLDER) if (path / export.HF_SUBFOLDER).is_dir() else path
 
 
 def run_of(path: Path) -> Path | None:

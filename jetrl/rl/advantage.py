@@ -1,4 +1,4 @@
-"""Advantages: relative to the group (GRPO, Dr.GRPO, RLOO) or of single tokens (REINFORCE++, GAE).
+"""Advantages: relative to the group (GRPO, Dr.GRPO, RLOO) or of single tokens (REINFORCE++, GAE, a teacher).
 
 Everything is Python floats, and every sum over trajectories or tokens is correctly rounded (`math.fsum`), so an
 advantage depends neither on the order of trajectories nor on the machine.
@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from jetrl.errors import UserError
 from jetrl.rl import own
 from jetrl.rl.gae import gae, rewards_to_go, whiten
-from jetrl.rl.moments import mean, std
 from jetrl.rl.selection import check_scored
-from jetrl.rounding import all_equal
+from jetrl.rounding import all_equal, mean, std
 from jetrl.types import Advantage, Group, Trajectory
 
 Column = NDArray[np.float64]  # [P]
@@ -77,8 +76,8 @@ def advantages(
     state in which the token was drawn (needed by gae); None for a trajectory that is not `in_loss` (None: all are). The
     returns have that layout.
 
-    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P, a function of the user's either;
-    None outside the loss.
+    grpo and rloo give one number per trajectory, reinforce_pp, gae and teacher a tuple of P, a function of the user's
+    either; None outside the loss.
 
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories in the loss of
     -kl_coef * sum_t kl_t; absent where there is none. Those of the rewards themselves are in `selection.reward_stats`.
@@ -97,12 +96,12 @@ def advantages(
     items = list(_items(groups, kl, values, in_loss, config.kl_coef))
     by_group, by_token = BY_GROUP.get(config.adv_estimator), BY_TOKEN.get(config.adv_estimator)
     returns = None
-    if own.is_own(config.adv_estimator):
-        result = _users(groups, items, config)
-    elif by_group is not None:
+    if by_group is not None:
         result = _grouped(groups, items, by_group, config)
     elif by_token is not None:
         result, returns = _tokenwise(items, by_token, config)
+    elif own.is_own(config.adv_estimator):
+        result = _users(groups, items, config)
     else:
         raise UserError(f'rl.adv_estimator is "{config.adv_estimator}"; use {", ".join([*BY_GROUP, *BY_TOKEN])}')
     paid = [math.fsum(item.penalties) for item in items if item.penalties is not None] if penalized else []
@@ -124,7 +123,7 @@ def grpo_advantages(
 
     `std` is the sample deviation (S - 1), as in verl and TRL; the papers leave it open. A group whose rewards are all
     equal gets exact zeros, even if the rounded mean would differ from the rewards; a group of one is such a group.
-    `size` is that of `moments.all_equal`.
+    `size` is that of `rounding.all_equal`.
     Source: GRPO, arXiv 2402.03300 section 4.1; Dr.GRPO, arXiv 2503.20783 section 3.
     """
     if all_equal(rewards, size):
@@ -138,7 +137,7 @@ def rloo_advantages(rewards: Sequence[float], size: float = 0.0) -> tuple[float,
     """REINFORCE leave-one-out: `A_i = r_i - mean of r_j over j != i`, for one group.
 
     Equal rewards give exact zeros. So does a group of one, which has no others to compare with; TRL refuses it, verl
-    gives it its whole reward. `size` is that of `moments.all_equal`. Source: arXiv 2402.14740 section 3.
+    gives it its whole reward. `size` is that of `rounding.all_equal`. Source: arXiv 2402.14740 section 3.
     """
     if all_equal(rewards, size):
         return (0.0,) * len(rewards)
@@ -216,6 +215,11 @@ def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]]
     return whiten(rows, config.adv_epsilon, _largest(items)) if config.norm_adv_by_std else rows, returns
 
 
+def _teacher(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], None]:
+    """Nothing of rewards: the teacher's part (`rl.distill`) comes on top. A KL to the reference counts by token."""
+    return [item.penalties or [0.0] * item.trajectory.num_policy_tokens for item in items], None
+
+
 def _largest(items: Sequence[_Item]) -> float:
     return max((item.whole_size for item in items), default=0.0)
 
@@ -226,7 +230,7 @@ BY_GROUP: dict[str, ByGroup] = {
     "grpo": lambda scores, config, size: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon, size),
     "rloo": lambda scores, config, size: rloo_advantages(scores, size),
 }
-BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae}
+BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae, "teacher": _teacher}
 
 
 def _items(

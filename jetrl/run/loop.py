@@ -50,7 +50,6 @@ from jetrl.rl.selection import recorded
 from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
 from jetrl.run.checkpoint.base import stays
-from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
 from jetrl.run.gather import Gathered, evaluate, gather
@@ -244,7 +243,7 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.progress.data = on_rank0(world, lambda: data_digests(config, session.tokenizer, session.own))
+    session.progress.data = on_rank0(world, lambda: state.digests_of(session))
     if found is not None:
         state.restore(session, found, run_dir)
     about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))
@@ -352,7 +351,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         try:
             with saved_on_mistake(session, run_dir):
                 learnt, batches, advantage_stats = estimate(
-                    gathered.learnt, batches, session.learner, progress.reference, config, session.unified
+                    gathered.learnt, batches, session.learner, progress.reference, config, session.unified,
+                    teacher=session.teacher,
                 )
                 clip = Calibration(session.learner, config, progress.clip_bounds)
                 stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)

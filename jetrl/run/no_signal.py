@@ -42,6 +42,11 @@ def without_signal(groups: Sequence[Group], learnt: Sequence[Group], config: Con
             f"all {count} answers ran into a limit, and rl.mask_truncated leaves such answers out of the loss. "
             f"{_LONGER}"
         )
+    if config.rl.adv_estimator == "teacher":
+        return (
+            "the teacher gives every token the policy's own log-prob, so there is nothing to learn from it. "
+            f"Is teacher.path = {config.teacher.path} the policy itself?"
+        )
     if all(all_equal(group.rewards, max(group.reward_sizes)) for group in groups):
         found, cure = _all_same(groups, config.rollout.temperature)
     else:

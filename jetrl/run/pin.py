@@ -15,6 +15,7 @@ from jetrl.untrusted import json_file
 # section, key of the name, key of its revision, kind of repository
 _NAMES = (
     ("model", "path", "revision", "model"),
+    ("teacher", "path", "revision", "model"),
     ("model", "tokenizer", "tokenizer_revision", "model"),
     ("task", "dataset", "dataset_revision", "dataset"),
     ("task", "eval_dataset", "eval_dataset_revision", "dataset"),
@@ -60,9 +61,11 @@ def _commit(name: str, asked: str | None, kind: str) -> str:
 
 
 def weights_to_come(config: Config) -> str:
-    """For a pinned config: whether the model's weights are here, or what a run will download; empty for a folder."""
-    path, commit = config.model.path, config.model.revision
-    return hub.weights_to_come(path, commit) if path is not None and commit is not None else ""
+    """For a pinned config: whether the weights of model and teacher are here, or what a run will download; empty for
+    folders."""
+    named = ((config.model.path, config.model.revision), (config.teacher.path, config.teacher.revision))
+    told = (hub.weights_to_come(path, commit) for path, commit in named if path is not None and commit is not None)
+    return "\n".join(filter(None, told))
 
 
 def record(pins: Iterable[Pin]) -> dict[str, Any]:

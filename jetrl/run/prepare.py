@@ -30,6 +30,7 @@ from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.own_parts import load_own_parts
+from jetrl.run.teacher import KEY, check_teacher, teacher_of
 from jetrl.spec import ModelSpec
 from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
@@ -74,6 +75,8 @@ def prepare(
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
+        check_teacher(config, tokenizer, spec)
+        check_kernels_of_teacher(config)
     if samples:
         require_engine(config, spec, recipe)
     if samples and trains:
@@ -155,6 +158,16 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
             f'precision = "{recipe.name}" computes {wrong} in BF16, over rows of {rows[wrong]} values; the kernels of '
             f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or use another model.'
         )
+
+
+def check_kernels_of_teacher(config: Config) -> None:
+    """UserError for a teacher that the config's kernels cannot compute."""
+    if (teacher := teacher_of(config)) is not None:
+        try:
+            check_experts(config, teacher.spec)
+            check_sizes(config, teacher.spec, teacher.recipe)
+        except UserError as error:
+            raise UserError(f"{KEY} = {config.teacher.path}: {error}") from None
 
 
 def check_lora(config: Config, spec: ModelSpec) -> None:

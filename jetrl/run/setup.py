@@ -34,6 +34,7 @@ from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
 from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
+from jetrl.run.teacher import build_teacher
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
@@ -89,6 +90,7 @@ class Session:
     conversations: EnvironmentPool | None = None  # None: single answers
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
+    teacher: Transformer | None = None  # of a distillation: published weights, without masters
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
 
@@ -165,6 +167,7 @@ def build(
             model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
+        teacher = None if evaluates else build_teacher(config)  # before the engine takes what memory is left
         engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
         if not evaluates:
             check_truncation(config, engine.keeps_bits)
@@ -177,7 +180,7 @@ def build(
         learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
-        conversations=build_conversations(config, plan), given=given, own=own,
+        conversations=build_conversations(config, plan), given=given, own=own, teacher=teacher,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
         pending=Pending(Beside() if evaluates else beside(config, plan.spec, world), before=before),
     )

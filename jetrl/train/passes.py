@@ -1,4 +1,4 @@
-"""What an algorithm needs before the update: passes of the reference, the learner and the critic over a packed batch,
+"""What an algorithm needs before the update: passes of reference, teacher, learner and critic over a packed batch,
 and from them the advantage of every policy token.
 
 A rank makes these passes over the micro-batches that it holds. Where advantages are made of them, the ranks exchange
@@ -20,6 +20,7 @@ from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import together
 from jetrl.rl.advantage import advantages
+from jetrl.rl.distill import reverse_kl, with_teacher
 from jetrl.rl.losses import kl_penalty
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
@@ -32,7 +33,7 @@ from jetrl.types import Group
 def logprob_pass(
     model: Transformer, batch: PackedBatch, temperature: float, truncation: Truncation | None = None
 ) -> list[Tensor]:
-    """Log-probs [R] of the loss rows of each micro-batch held, without gradients (old policy, reference policy)."""
+    """Log-probs [R] of the loss rows of each micro-batch held, without gradients (old policy, reference, teacher)."""
     return [rows.logprobs for rows in _rows_pass(model, batch, temperature, truncation)]
 
 
@@ -74,16 +75,18 @@ def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[
 
 def estimate(
     groups: Sequence[Group], batches: Sequence[PackedBatch], learner: Learner, reference: Transformer | None,
-    config: Config, unified: bool, given: bool = False,
+    config: Config, unified: bool, given: bool = False, teacher: Transformer | None = None,
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
     """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`) and the same
     weights drew all tokens; else the learner makes its own pass, if there are several updates or the reward holds a KL
-    penalty. So it does for the sets that truncated distributions keep, for updates that begin with other weights than
-    sampled, and for a reference, which is compared with the policy on what the policy keeps.
+    penalty or there is a `teacher`. So it does for the sets that truncated distributions keep, for updates that begin
+    with other weights than sampled, and for a reference or a teacher, which is compared with the policy on what the
+    policy keeps.
 
-    `given`: the groups have their advantages, which a function of the user's has made before.
+    `given`: the groups have their advantages, which a function of the user's has made before; a teacher's part is in
+    them.
 
     NonFiniteError where what the advantages are made of is not finite. Collective.
     """
@@ -92,9 +95,12 @@ def estimate(
         return [], [], {}
     unified = unified and not any(batch.num_older_tokens for batch in packed)
     kl_in_reward = reference is not None and rl.kl_in == "reward"
-    truncation, own = truncation_of(config), not unified and (len(packed) > 1 or kl_in_reward)
+    teacher = None if given else teacher
+    compared = reference is not None or teacher is not None
+    own = not unified and (len(packed) > 1 or kl_in_reward or teacher is not None)
+    truncation = truncation_of(config)
     for place, batch in enumerate(packed):
-        if truncation is not None and (place or own or reference is not None):
+        if truncation is not None and (place or own or compared):
             old, packed[place] = kept_pass(learner.model, batch, temperature, truncation)
         elif own:
             old = logprob_pass(learner.model, batch, temperature)
@@ -107,7 +113,11 @@ def estimate(
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
     kl = by_trajectory(world.gather(_token_kl(packed, config, unified)), lengths) if kl_in_reward else None
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
+    of_teacher = None
+    if teacher is not None:
+        of_teacher = by_trajectory(world.gather(_teacher_kl(teacher, packed, config, unified)), lengths)
     _check_finite("KL to the reference policy", kl, groups)
+    _check_finite("KL to the teacher", of_teacher, groups)
     _check_finite("value", values, groups)
     in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
     with together(world):  # an estimator may be the user's
@@ -115,6 +125,9 @@ def estimate(
             filled, stats, returns = list(groups), dict[str, float](), None
         else:
             filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
+        if of_teacher is not None:
+            filled, kl_stats = with_teacher(filled, of_teacher, config.teacher.weight)
+            stats |= kl_stats
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
         packed = fill(packed, "returns", returns)
@@ -130,6 +143,17 @@ def _check_finite(what: str, columns: Sequence[np.ndarray | None] | None, groups
             raise NonFiniteError(
                 f"the {what} at token {token} of completion {number} of prompt {prompt} is {column[token]}"
             )
+
+
+def _teacher_kl(
+    teacher: Transformer, batches: Sequence[PackedBatch], config: Config, unified: bool
+) -> dict[int, np.ndarray]:
+    """Policy's log-prob minus the teacher's, one array [P] float64 for each trajectory that is `held`."""
+    truncation, temperature = truncation_of(config), config.rollout.temperature
+    policy = held(batches, "rollout_logprobs" if unified else "old_logprobs")
+    # the column is only the way from rows to trajectories: these batches are gone after it
+    judged = [with_rows(b, "ref_logprobs", logprob_pass(teacher, b, temperature, truncation)) for b in batches]
+    return reverse_kl(policy, held(judged, "ref_logprobs"))
 
 
 def _token_kl(batches: Sequence[PackedBatch], config: Config, unified: bool) -> dict[int, np.ndarray]:

@@ -80,7 +80,7 @@ def test_the_tasks_reward_goes_to_constructors_that_ask_for_it(file):
     ("name", "params", "message"),
     [
         ("calculater", {}, r"environment.name = 'calculater'.*Did you mean 'calculator'\?"),
-        ("xyz", {}, "Built in: calculator, retry.*path/to/file.py:Class"),
+        ("xyz", {}, "Built in: calculator, command, retry.*path/to/file.py:Class"),
         ("{}:Guess", {}, "environment.name: .*has no 'Guess'; its classes: GuessNumber, NoStep"),
         ("{}:number", {}, "is of type int, not a class"),
         ("{}:NoStep", {}, r"NoStep has no method step\(self, action\)"),

@@ -616,6 +616,10 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
     class Two:
         alone, size = False, 2
 
+        @property
+        def replicas(self) -> Any:
+            return self
+
     with pytest.raises(UserError, match="runs in one process on one GPU, and this run has 2"):
         build(tiny_config(tmp_path, BASE), world=Two())  # type: ignore[arg-type]
 

@@ -143,7 +143,7 @@ def test_an_engine_beside_is_measured_on_the_same_model_and_closed(monkeypatch: 
     closed: list[bool] = []
     work = DepthWork(64, 4)
 
-    def build(config: Any, model: Any, tokenizer: Any, base: Any) -> Any:
+    def build(config: Any, model: Any, tokenizer: Any, base: Any, *rest: Any) -> Any:
         assert config.rollout.engine == "vllm" and config.longest == 64
         engine = own_engine(model, work, found_digest())
         collect = engine.collect

@@ -129,7 +129,8 @@ def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     (folder / "more.py").write_text(REWARDS)
     several = [f"{folder}/more.py:{name}" for name in ("right", "short")]
     for algo in PRESETS:
-        yield algo, {"rl.algo": algo, "train.steps": 1} | ({"rl.critic_lr": 1e-3} if algo == "ppo" else {})
+        more = {"ppo": {"rl.critic_lr": 1e-3}, "distill": {"teacher.path": str(folder / "grpo" / "runs" / "grpo")}}
+        yield algo, {"rl.algo": algo, "train.steps": 1} | more.get(algo, {})
     yield "corrected", CORRECTED | {"task.reward": several, "task.reward_weights": [1.0, 0.5]}
     yield "unscored", {"task.reward": f"{folder}/more.py:some", "task.reward_calls": "group"}
     yield "kl", {"rl.kl_coef": 0.1, "rl.kl_in": "reward", "rl.kl_estimator": "k1"}

@@ -77,5 +77,6 @@ def test_presets_of_the_papers():
     assert (gspo["clip_ratio_low"], gspo["clip_ratio_high"]) == (3e-4, 4e-4)
     cispo = PRESETS["cispo"].values
     assert 1 - cispo["clip_ratio_low"] == 0 and 1 + cispo["clip_ratio_high"] == 5
+    assert PRESETS["distill"].values == {"adv_estimator": "teacher"}
     for name in ("rloo", "reinforce_pp", "ppo"):
         assert (PRESETS[name].values["kl_in"], PRESETS[name].values["kl_estimator"]) == ("reward", "k1")

@@ -268,7 +268,7 @@ def test_where_memory_is_short_the_run_waits_and_says_so_or_refuses(
 ) -> None:
     need = checkpoint_bytes(tiny_config(tmp_path), build(tiny_config(tmp_path)).model.spec, 1)
     monkeypatch.setattr(host, "memory", lambda: (need, 64 * GIB))
-    with pytest.warns(UserWarning, match='free.*: the run waits for each checkpoint. checkpoint.background = "off"'):
+    with pytest.warns(UserWarning, match='free.*: the run waits .*. Set checkpoint.background = "off"'):
         run_dir = tiny_run(tmp_path, {}, "auto")
     assert not any("perf/checkpoint_beside_s" in row for row in read_metrics(run_dir))
     with pytest.raises(UserError, match='checkpoint.background = "on": a copy of .* GiB of host memory, and'):

@@ -321,7 +321,7 @@ def test_damage_is_seen_and_the_file_named(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (state,) = (path / "state").iterdir()
     data = state.read_bytes()
-    named = re.escape(str(state)) + " does not have the hash"
+    named = re.escape(str(state)) + " does not have the recorded hash"
     for damaged in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), data + b"x", b""):
         state.write_bytes(damaged)
         with pytest.raises(UserError, match=named):

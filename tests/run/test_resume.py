@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_serves(tmp_path: Path)
     data = bytearray(state.read_bytes())
     data[-3] ^= 1
     state.write_bytes(data)
-    with pytest.raises(UserError, match=f"{state.name} does not have the hash"):
+    with pytest.raises(UserError, match=f"{state.name} does not have the recorded hash"):
         tiny_run(tmp_path, {"checkpoint.resume": "auto"})
     tiny_run(tmp_path, {"checkpoint.resume": str(run_dir / "checkpoints" / "step_000002")})
     assert weights_hash(run_dir, 4) == digest

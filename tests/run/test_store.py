@@ -220,7 +220,7 @@ def test_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
     assert one.pop("state.json")["step"] + 1 == other.pop("state.json")["step"]
     assert one == other and one, "the same files beside the run"
     assert found[0]["left"] == 1 and found[0]["rubbish"] == []
-    assert "does not have the hash" in found[0]["damaged"] and found[0]["damaged"].endswith("Cure.")
+    assert "does not have the recorded hash" in found[0]["damaged"] and found[0]["damaged"].endswith("Cure.")
     want, have = tmp_path / "whole", tmp_path / "ranks" / "step_000001" / "model"
     names = sorted(p.name for p in want.iterdir())
     assert sorted(p.name for p in have.iterdir()) == names and len(names) > 3 + 2 * size

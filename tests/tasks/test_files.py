@@ -179,7 +179,7 @@ def test_other_column_names(tmp_path):
         ('{"prompt": "p", "answer": null}', r":3: column 'answer' must be a string or a number, got None"),
         ('{"prompt": "p", "answer": true}', r":3: column 'answer' must be a string or a number, got True"),
         ('{"prompt": "p", "reward_model": {"style": "rule"}}', r":3: column 'reward_model', entry 'ground_truth'"),
-        ('{"prompt": "p", "answer": "a", "completions": 1}', r":3: reward functions get something else.*'completions'"),
+        ('{"prompt": "p", "answer": "a", "completions": 1}', r":3: reward functions get another value.*'completions'"),
         ('{"prompt": "p", "answer": "a", "solution": 1}', r":3: column 'solution' must be a string"),
     ],
 )

@@ -55,6 +55,7 @@ KL_IN_LOSS = {
     "rloo": {"a1": 1.0, "a2": -0.5, "b1": 1.0},
     "reinforce_pp": {"a1": (0.5, 0.5), "a2": (-1.5,), "b1": (0.5,)},
     "gae": {"a1": (0.5, 0.5), "a2": (-1.5,), "b1": (0.5,)},
+    "teacher": {"a1": (0.0, 0.0), "a2": (0.0,), "b1": (0.0,)},  # nothing of rewards
 }
 # With the KL in the reward (kl_coef 1) the scores in the loss are a1 1 - 0.5 = 0.5, a2 -0.25, b1 0.5; no others exist.
 #   grpo, group 0: mean 0.125, deviations 0.375, variance 0.28125, std 0.5303301; group 1: one score, 0
@@ -66,6 +67,7 @@ KL_IN_REWARD = {
     "rloo": {"a1": 0.75, "a2": -0.75, "b1": 0.0},
     "reinforce_pp": {"a1": (0.2886751, 0.8660254), "a2": (-1.4433757,), "b1": (0.2886751,)},
     "gae": {"a1": (0.2886751, 0.8660254), "a2": (-1.4433757,), "b1": (0.2886751,)},
+    "teacher": {"a1": (-0.25, -0.25), "a2": (-0.25,), "b1": (-0.5,)},  # each token pays its own
 }
 # Without the mask everything is in everything. Scores with KL: a3 -1.5, b2 -1, c1 0.5, c2 -0.5.
 #   grpo with KL, group 0: mean -0.4166667, deviations 0.9166667, 0.1666667, -1.0833333, std 1.0103630
@@ -82,6 +84,7 @@ OFF_LOSS = {
                      "c1": (ONE,), "c2": (ZERO,)},
 }
 OFF_LOSS["gae"] = OFF_LOSS["reinforce_pp"]
+OFF_LOSS["teacher"] = {name: (0.0,) * tokens for name, _, tokens, *_ in ROWS}
 
 
 def white(*to_go: float) -> tuple[float, ...]:
@@ -97,6 +100,7 @@ OFF_REWARD = {
                      "b2": white(-1, -0.5), "c1": white(0.5), "c2": white(-0.5)},
 }
 OFF_REWARD["gae"] = OFF_REWARD["reinforce_pp"]
+OFF_REWARD["teacher"] = {name: (-kl,) * tokens for name, _, tokens, _, kl, _ in ROWS}
 EXPECTED = {(True, "loss"): KL_IN_LOSS, (True, "reward"): KL_IN_REWARD, (False, "loss"): OFF_LOSS,
             (False, "reward"): OFF_REWARD}
 KL = {name: k for name, _, _, _, k, _ in ROWS}
@@ -121,9 +125,10 @@ def groups_of(rows: Sequence[tuple[Any, ...]]) -> list[Group]:
 
 def settings(tmp_path: Any, algo: str, **changes: Any) -> Any:
     data, rl = tiny_data(tmp_path), {"algo": algo} | changes
-    if algo not in ("dr_grpo", "rloo"):  # these divide by no deviation
+    if algo not in ("dr_grpo", "rloo", "distill"):  # these divide by no deviation
         rl["adv_epsilon"] = 0.0
-    return parse_config(data | {"rl": rl})
+    of_teacher = {"teacher": {"path": "t"}} if algo == "distill" else {}  # its passes are not made here
+    return parse_config(data | {"rl": rl} | of_teacher)
 
 
 def estimated(

@@ -139,5 +139,7 @@ class Block(ABC):
         """The most bytes a token that the adapters of a linear make and free: of a projection B u and its product with
         the scale, in FP32, and its sum; and both outputs."""
         lora = recipe.lora
-        adapted = [one for one in self.linears(spec).values() if lora is not None and lora.adapted(one.projections)]
+        if lora is None:
+            return 0
+        adapted = [one for one in self.linears(spec).values() if lora.adapted(one.projections)]
         return max((10 * max(one.sections) + 4 * sum(one.sections) for one in adapted), default=0)

@@ -35,13 +35,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from jetrl.errors import Notice, UserError
+from jetrl.huggingface import hub
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import gather_from_ranks, on_rank0, together
 from jetrl.parallel.posts import Abandoned, Posts
 from jetrl.parallel.world import ALONE, World
 from jetrl.run.checkpoint import store
-from jetrl.untrusted import fresh, json_file, text_file
+from jetrl.untrusted import fresh, inside, json_file, text_file
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
@@ -402,6 +403,23 @@ def _warned(path: Path) -> Iterator[None]:
 def verify_model(path: Path) -> None:
     """Check the hashes of a checkpoint's `model/` weights, for callers that read only these."""
     store.verify(path / _MODEL, _below(_MODEL, _read_meta(path)), "Use another checkpoint.")
+
+
+def model_folder(
+    where: str | Path, revision: str | None = None, verify: bool = True, *, weights: bool = True
+) -> Path:
+    """The Hugging Face folder meant by a run folder (its newest checkpoint), a checkpoint, a model folder or a hub
+    name. `verify`: UserError if a checkpoint's weights do not have their hashes. Without `weights` only the small files
+    of a model on the hub are sure to be there."""
+    path = hub.model_folder(where, revision, weights=weights)
+    if (path / "checkpoints").is_dir():
+        found = newest(path / "checkpoints")
+        if found is None:
+            raise UserError(f"{path} has no complete checkpoint yet. Set checkpoint.save_interval, or wait for one.")
+        path = found
+    if verify and (path / _META).is_file():
+        verify_model(path)
+    return inside(path, _MODEL) if (path / _MODEL).is_dir() else path
 
 
 def _replace_text(path: Path, text: str) -> None:

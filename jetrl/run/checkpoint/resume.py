@@ -18,6 +18,7 @@ from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
 from jetrl.run.checkpoint.checkpoint import Meta
+from jetrl.run.teacher import KEY as TEACHER
 from jetrl.tasks.task import holds_out
 from jetrl.user_code.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
 
@@ -76,11 +77,15 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
 TOKENIZER = "tokenizer"  # key of a digest: it may come with model.path
 
 
-def data_digests(config: Config, tokenizer: Any, own: FromPython = NOTHING) -> dict[str, str]:
+def data_digests(
+    config: Config, tokenizer: Any, own: FromPython = NOTHING, teacher: str | None = None
+) -> dict[str, str]:
     """SHA-256 of the local data files that the config names, of the rows that a program gave, and of what the tokenizer
-    makes of them, by key."""
+    makes of them, by key; and the digest of a `teacher`."""
     files = {key: Path(value) for key, value in path_values(config).items() if key in holding("data")}
     found = {key: sha256_of_file(file) for key, file in files.items() if file.is_file()} | own.digests
+    if teacher is not None:
+        found[TEACHER] = teacher
     return found | {TOKENIZER: content_of(tokenizer)}
 
 
@@ -91,7 +96,8 @@ def check_data(path: Path, meta: Meta, config: Config, data: Mapping[str, str]) 
         values = path_values(config)
         values[TOKENIZER] = str(config.model.tokenizer or config.model.path)
         files = ", ".join(f"{key} ({'rows from Python' if values[key] == MARK else values[key]})" for key in changed)
-        other = "problems" if changed != [TOKENIZER] else "tokens (its vocabulary, rules or chat template)"
+        others = {TOKENIZER: "tokens (its vocabulary, rules or chat template)", TEACHER: "advantages"}
+        other = others.get(changed[0], "problems") if len(changed) == 1 else "problems"
         raise UserError(
             f"{files}: the content has changed since {path} was written, so the run would continue with other {other}. "
             "Put the file back, or continue with the new one: checkpoint.allow_changed_data=true."

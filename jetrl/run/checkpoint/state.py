@@ -51,6 +51,12 @@ def find(config: Config, run_dir: Path) -> Path | None:
     return Path(asked)
 
 
+def digests_of(session: Session) -> dict[str, str]:
+    """`resume.data_digests` of a session."""
+    teacher = None if session.teacher is None else session.teacher.base_digest
+    return resume.data_digests(session.config, session.tokenizer, session.own, teacher)
+
+
 def begin(session: Session, run_dir: Path, warm: Path | None = None) -> None:
     """After the warm start, whose folder is `warm`: the critic takes the policy's weights; the reference policy, if
     there is a KL penalty, is frozen and kept for resume, and so is the base of adapters that the run has made."""

@@ -227,7 +227,8 @@ def train(learner: Learner, config: Config) -> None:
     bins = [list(range(*ends)) for ends in pairwise(ends)]
     batch = packed(trajectories, [True] * len(trajectories), bins, _DIGEST, 0, config.train.share_prompts)
     reference = learner.model if config.rl.kl_coef else None
-    _, batches, _ = estimate(groups, [batch], learner, reference, config, True)
+    teacher = learner.model if config.teacher.path else None  # stands in: its own shapes compile at first use
+    _, batches, _ = estimate(groups, [batch], learner, reference, config, True, teacher=teacher)
     update(learner, batches, config, config.rl.critic_warmup_steps + 1)
     if config.rl.updates_per_step > 1:  # the policy's noise, and sets that truncated distributions keep
         logprob_pass(learner.model, batch, config.rollout.temperature, truncation_of(config))

@@ -181,11 +181,11 @@ def table(memory: Memory, config: Config, ranks: int, gpu: str) -> Iterator[str]
         (f"Adam's moments ({train.optimizer_dtype})", m.moments, m.moments),
         ("published weights", m.published, m.published),
         ("rotary tables", m.tables, m.tables),
-        ("reference policy, critic", m.others, m.others),
+        ("reference policy, critic, teacher", m.others, m.others),
         (cache, m.cache, m.kept_cache),
         (f"gradients ({train.grad_dtype})", None, m.gradients),
         ("gradients on their way to their owners", None, m.in_flight),
-        (f"activations of {m.tokens:,} tokens", None, max(m.activations, m.optimizer - m.passing)),
+        (f"activations of {m.tokens:,} tokens", None, max(m.activations, max(m.optimizer, m.judging) - m.passing)),
         ("logits and other passing tensors", m.rollout_passing, m.passing),
     ]
     rest = m.rollout - sum(row[1] or 0 for row in rows), m.update - sum(row[2] or 0 for row in rows)

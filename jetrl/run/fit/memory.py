@@ -1,6 +1,6 @@
 """The memory of one GPU by part, predicted from a config and a model's shape: arithmetic, no tensor is made.
 
-What a rank holds always (masters, moments, published weights, rotary tables, a reference policy or critic), and what
+What a rank holds always (masters, moments, published weights, rotary tables; a reference, critic or teacher), and what
 only the rollout (KV cache) or only the update holds (gradients, activations, logits). The larger of the two phases is
 the peak. Counted from what `model/linear.py`, `kernels/` and `engine/engine.py` keep on a GPU; `docs/MEMORY.md`
 compares it with measured peaks.
@@ -21,6 +21,7 @@ import torch
 from jetrl.config import Config
 from jetrl.engine.rows import rows_for
 from jetrl.engine.state_pool import MEMORY_SHARE, dequantized_bytes, page_bytes, row_bytes
+from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS
 from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
@@ -30,6 +31,7 @@ from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, recipe_of
 from jetrl.rollout.queue import shares
 from jetrl.run.fit.activations import activations, passing
+from jetrl.run.teacher import teacher_of
 from jetrl.spec import ModelSpec
 from jetrl.train.offload import PIECE, SLOTS
 from jetrl.train.optim import MOMENT_BLOCK, eight_bit
@@ -93,7 +95,7 @@ class Memory:
     moments: int
     published: int
     tables: int
-    others: int  # reference policy, critic
+    others: int  # reference policy, critic, teacher
     gradients: int
     in_flight: int  # whole gradients of matrices on their way to their owners
     activations: int
@@ -107,6 +109,7 @@ class Memory:
     tokens: int
     sequences: int
     wanted: int
+    judging: int = 0  # what a teacher's pass makes and frees, before the update
 
     @property
     def resident(self) -> int:
@@ -123,7 +126,7 @@ class Memory:
 
     @property
     def update(self) -> int:
-        during = max(self.activations + self.passing, self.optimizer)
+        during = max(self.activations + self.passing, self.optimizer, self.judging)
         kept = self.kept_cache + GRAPHS if self.kept_cache else 0
         return self.resident + self.gradients + self.in_flight + during + kept + WORKSPACE
 
@@ -161,6 +164,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
         host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
         copy=checkpoint_bytes(config, spec, ranks) if copies(config) else 0, wanted=wanted,
+        judging=_judging(config, tokens),
     )
     left = max(0, capacity - SPARE - GRAPHS - int((1 + MARGIN) * memory.update))
     room = {"auto": left, "always": capacity, "never": 0}
@@ -253,12 +257,16 @@ def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
 
 
 def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tuple[int, int]:
-    """A reference policy, a critic of its own and the BF16 copy of a calibration: bytes on the GPU and on the host."""
+    """A reference policy, a teacher, a critic of its own and the BF16 copy of a calibration: bytes on the GPU and on
+    the host."""
     train, device, host = config.train, 0, 0
     sizes = sizes_of(spec, recipe)
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
     if config.rl.kl_coef > 0 and not sizes.adapters:  # else it is their base
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
+    if (teacher := teacher_of(config)) is not None:  # whole on every rank
+        theirs = sizes_of(teacher.spec, teacher.recipe)
+        device += published_on_gpu(theirs, "float32", 1, False) + _tables(teacher.spec)
     if config.rl.clip == "calibrated":  # the policy in BF16, whole on every rank
         device += 2 * (sum(m.size for m in sizes.matrices) + sum(sizes.vectors)) + _tables(spec)
     if config.rl.adv_estimator == "gae" and config.rl.critic != "shared":
@@ -329,7 +337,7 @@ def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: in
 def _asked(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
     """For rollouts and evaluations: sequences that one rank runs at the same time, and the tokens of the longest."""
     r, prompt = config.rollout, config.task.max_prompt_length
-    whole = [(r.prompts_per_step * r.group_size, r.group_size, r.max_response_length)]
+    whole = [((r.prompts_per_step + r.num_carried) * r.group_size, r.group_size, r.max_response_length)]
     if config.eval.eval_interval:
         samples, longest = config.eval.num_samples, config.eval.max_response_length or r.max_response_length
         whole.append((config.task.num_eval * samples, samples, longest))
@@ -347,6 +355,22 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     r = config.rollout
     assert r.max_tokens_per_step is not None, "resolve() has set it"
     tokens = min(r.max_tokens_per_step, r.prompts_per_step * config.task.max_prompt_length + sequences)
+    if r.num_carried:  # what goes on is computed again, as long as it has become
+        tokens = r.max_tokens_per_step
+    return _forward_passing(spec, recipe, tokens) + 2 * 4 * sequences * spec.vocab_size
+
+
+def _judging(config: Config, tokens: int) -> int:
+    """The most that a teacher's pass over a micro-batch makes and frees: a layer, or a chunk of logits."""
+    if (teacher := teacher_of(config)) is None:
+        return 0
+    v = teacher.spec.vocab_size
+    logits = 4 * v * min(tokens, max(128, FORWARD_ELEMENTS // v // 128 * 128))
+    return max(_forward_passing(teacher.spec, teacher.recipe, tokens), logits)
+
+
+def _forward_passing(spec: ModelSpec, recipe: Recipe, tokens: int) -> int:
+    """The most that a layer makes and frees without gradients."""
     d, f = spec.hidden_size, spec.intermediate_size
     fp8 = recipe.quantizes_activations
     layer = 4 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f))
@@ -356,4 +380,4 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
         rows = expert_rows(spec, tokens) * (2 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f)))
     layer += max(block.adding_bytes(spec, recipe) for block in blocks_of(spec, 0))
     scratch = 4 * spec.num_kv_heads * spec.head_dim if recipe.kv_cache.is_quantized else 0
-    return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch + 2 * 4 * sequences * spec.vocab_size
+    return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch

@@ -20,7 +20,6 @@ from jetrl.report.recorder import CONFIG_FILE
 from jetrl.rl.own import is_own
 from jetrl.run.checkpoint import checkpoint, state
 from jetrl.run.checkpoint.base import stays
-from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.gather import gather
 from jetrl.run.replay import keeping, record
 from jetrl.run.replay.record import StepRecord
@@ -124,7 +123,7 @@ class Rerun:
         """Take the state of a checkpoint; None: that before the first step."""
         session = self.session
         if found is not None:
-            session.progress.data = data_digests(session.config, session.tokenizer, session.own)
+            session.progress.data = state.digests_of(session)
             there = checkpoint.load(found).data
             self._changed_data = [key for key, digest in there.items() if session.progress.data.get(key) != digest]
             state.restore(session, found, self.run_dir)
@@ -229,7 +228,7 @@ def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int
     )
     learnt, batches, _ = estimate(
         groups, batches, session.learner, progress.reference, config, session.unified,
-        given=is_own(config.rl.adv_estimator),
+        given=is_own(config.rl.adv_estimator), teacher=session.teacher,
     )
     clip = Calibration(session.learner, config, progress.clip_bounds)
     clip.begin(batches, step)

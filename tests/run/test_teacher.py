@@ -1,0 +1,167 @@
+"""Distillation: a student learns from its teacher, exactly and resumably; what cannot be judged is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl.errors import UserError
+from jetrl.report.recorder import read_metrics
+from jetrl.run.fit.memory import predict
+from jetrl.run.prepare import prepare
+from jetrl.run.setup import build_published
+from jetrl.run.teacher import build_teacher, teacher_of
+from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two layers that has learned to write worked solutions."""
+    folder = tmp_path_factory.mktemp("teacher")
+    return tiny_run(folder, {
+        "sft.steps": 60, "sft.lr": 1e-2, "sft.cache_dir": str(folder / "sft"), "train.steps": 1, "precision": "bf16",
+        "checkpoint.save_interval": 1, "eval.eval_interval": 0,
+    })
+
+
+def distilling(teacher: Path, **more: Any) -> dict[str, Any]:
+    """Changes for a student of half the layers."""
+    return {
+        "rl.algo": "distill", "teacher.path": str(teacher), "model.arch": ARCH | {"num_hidden_layers": 1},
+        "eval.eval_interval": 0,
+    } | more
+
+
+def test_a_student_of_half_the_layers_learns_from_its_teacher(teacher: Path, tmp_path: Path):
+    """Both sides compute the student bit for bit the same, whatever flow the teacher has."""
+    run_dir = tiny_run(tmp_path, distilling(teacher, **{
+        "sft.steps": 20, "sft.lr": 1e-2, "sft.cache_dir": str(tmp_path / "sft"), "train.steps": 24,
+        "rollout.prompts_per_step": 12, "checkpoint.save_interval": 24,
+    }))
+    rows = read_metrics(run_dir)[1:]
+    kl = [row["policy/teacher_kl"] for row in rows]
+    assert sum(kl[-4:]) < 0.35 * sum(kl[:4]), kl  # from 1.7 nats per token to 0.3
+    assert {row["parity/logprob_abs_diff_max"] for row in rows} == {0.0}
+
+
+def test_the_policy_itself_is_a_teacher_without_anything_to_teach(teacher: Path, tmp_path: Path):
+    """One flow and the same weights: every token has one log-prob, to the bit, so nothing moves."""
+    model = teacher / "checkpoints" / "step_000001" / "model"
+    run_dir = tiny_run(tmp_path, {
+        "rl.algo": "distill", "teacher.path": str(model), "teacher.precision": "fp8", "model.path": str(model),
+        "model.arch": None, "model.tokenizer": None, "train.steps": 1, "eval.eval_interval": 0,
+        "checkpoint.save_interval": 1,
+    })
+    (row,) = read_metrics(run_dir)[1:]
+    assert row["policy/teacher_kl"] == 0.0 and row["policy/grad_norm"] == 0.0
+    before, after = saved(run_dir, 0), saved(run_dir, 1)
+    assert all(torch.equal(value, after[name]) for name, value in before.items() if name.startswith("model."))
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(teacher: Path, tmp_path: Path):
+    """Together with rewards, over several updates, and with an own pass of the policy where precisions differ."""
+    changes = distilling(teacher, **{
+        "rl.algo": "grpo", "teacher.weight": 0.5, "teacher.precision": "w8a16", "rl.updates_per_step": 2,
+        "precision": "fp8_rollout", "train.steps": 4,
+    })
+    whole = tiny_run(tmp_path / "whole", changes)
+    tiny_run(tmp_path / "parts", changes | {"train.steps": 2})
+    parts = tiny_run(tmp_path / "parts", changes | {"checkpoint.resume": "auto"})
+    assert numbers(parts) == numbers(whole)
+    of_whole, of_parts = saved(whole, 4), saved(parts, 4)
+    assert all(torch.equal(value, of_parts[name]) for name, value in of_whole.items())
+    assert all(row["policy/teacher_kl"] > 0 for row in numbers(whole)[1:])
+
+
+def test_another_teacher_at_a_resume_is_refused(teacher: Path, tmp_path: Path):
+    """Under the same path: what decides is the digest of its values."""
+    own = tmp_path / "model"
+    shutil.copytree(teacher / "checkpoints" / "step_000001" / "model", own)
+    changes = distilling(own)
+    tiny_run(tmp_path, changes | {"train.steps": 2})
+    shutil.rmtree(own)
+    shutil.copytree(teacher / "checkpoints" / "step_000000" / "model", own)
+    with pytest.raises(UserError, match=r"teacher.path \(.*\): the content has changed .* with other advantages"):
+        tiny_run(tmp_path, changes | {"checkpoint.resume": "auto"})
+
+
+def test_log_probs_are_those_of_the_teacher_s_own_flow(teacher: Path, tmp_path: Path):
+    """The teacher of a run computes what the same model computes as a policy of that precision."""
+    for precision in ("bf16", "fp8", "w8a16"):
+        config = tiny_config(tmp_path, distilling(teacher, **{"teacher.precision": precision}))
+        found = build_teacher(config)
+        assert found is not None and not found.holds_masters
+        model = teacher / "checkpoints" / "step_000001" / "model"
+        policy = tiny_config(tmp_path, {
+            "model.path": str(model), "model.arch": None, "model.tokenizer": None, "precision": precision,
+        })
+        expected = build_published(policy, found.spec, found.recipe)
+        mine, theirs = found.published_modules(), expected.published_modules()
+        assert all(torch.equal(a.published, b.published) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rl.algo": "distill"}, 'teacher.path: is needed with rl.algo = "distill"'),
+        ({"teacher.weight": 0.5}, "teacher.weight: has no effect while teacher.path"),
+        ({"teacher.path": "x", "teacher.precision": "fp8_rollout"}, 'teacher.precision: must be "bf16", "fp8" or "w'),
+        ({"teacher.path": "x", "teacher.weight": 0}, "teacher.weight: "),
+        ({"teacher.path": "x", "rl.algo": "gspo"}, "rl.ratio = \"sequence_mean\" needs one for the whole answer"),
+        ({"teacher.path": "x", "rl.algo": "dapo"}, "rl.dynamic_sampling = \"refill\" leaves out groups"),
+        ({"teacher.path": "x", "rl.algo": "distill", "rl.gamma": 0.9}, "rl.gamma: has no effect while"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together(changes: dict[str, Any], expected: str, tmp_path: Path):
+    with pytest.raises(UserError, match=expected):
+        tiny_config(tmp_path, changes)
+
+
+def test_teachers_that_cannot_judge_are_refused_before_anything_is_built(teacher: Path, tmp_path: Path):
+    def refused(**changes: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            prepare(tiny_config(tmp_path, distilling(teacher) | {k.replace("__", "."): v for k, v in changes.items()}))
+        return str(caught.value)
+
+    assert "no such folder" in refused(teacher__path="no such folder")
+    assert "positions for 64 tokens" in refused(
+        rollout__max_response_length=60, **{"model.arch": ARCH | {"max_position_embeddings": 128}})
+    model = teacher / "checkpoints" / "step_000001" / "model"
+    for name, vocabulary in (("other", 5), ("fewer", None)):
+        shutil.copytree(model, tmp_path / name)
+        file = tmp_path / name / ("tokenizer.json" if vocabulary else "config.json")
+        data = json.loads(file.read_text())
+        if vocabulary:
+            words = data["model"]["vocab"]
+            a, b = [word for word, number in words.items() if number in (5, 6)]
+            words[a], words[b] = words[b], words[a]
+        else:
+            data["vocab_size"] -= 1
+        file.write_text(json.dumps(data))
+    assert "has another vocabulary than the policy: id 5 is " in refused(teacher__path=str(tmp_path / "other"))
+    assert "some of its tokens have none there" in refused(teacher__path=str(tmp_path / "fewer"))
+
+
+def test_memory_knows_the_teacher(teacher: Path, tmp_path: Path):
+    """Its published weights, whole on every rank and without masters."""
+    def others(precision: str, ranks: int) -> int:
+        config = tiny_config(tmp_path, distilling(teacher, **{"teacher.precision": precision}))
+        found = teacher_of(config)
+        assert found is not None
+        return predict(config, replace(found.spec, num_layers=1), ranks, 80 << 30).others
+
+    model = build_teacher(tiny_config(tmp_path, distilling(teacher)))
+    assert model is not None
+    held = sum(m.published.numel() * 2 for m in model.published_modules())
+    tables = 4 * (model.cos.numel() + model.sin.numel())
+    assert others("bf16", 1) == others("bf16", 4) == held + tables
+    assert others("fp8", 1) != others("bf16", 1)

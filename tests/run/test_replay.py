@@ -313,6 +313,22 @@ def test_only_the_newest_steps_are_kept_and_others_are_rolled_out_again(tmp_path
         replay(run_dir, 2, "rollout")
 
 
+def test_an_estimator_of_ones_own_is_not_asked_for_recorded_steps(tmp_path: Path) -> None:
+    """It reads texts, which records do not hold; a step that is rolled out again has them, and asks it."""
+    (tmp_path / "mine.py").write_text(
+        "def mine(groups, config):\n"
+        "    texts = [[''.join(s.text for s in one.trajectory.turns) for one in group] for group in groups]\n"
+        "    assert any(map(any, texts)), 'no text'\n"
+        "    return [[one.score - len(text) / 7 for one, text in zip(*pair)] for pair in zip(groups, texts)]\n"
+    )
+    run_dir = tiny_run(tmp_path, {
+        "rl.adv_estimator": f"{tmp_path}/mine.py:mine", "train.steps": 3, "checkpoint.replay_steps": 1,
+        "checkpoint.save_interval": 3, "eval.eval_interval": 0,
+    })
+    shutil.rmtree(run_dir / "checkpoints" / "step_000003")
+    assert replay(run_dir, 3, "update").same
+
+
 def test_a_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, {
         "checkpoint.save_interval": 0, "checkpoint.keep": None, "rl.kl_coef": 0.1, "train.steps": 2,

@@ -212,13 +212,15 @@ class Rerun:
                 "after the next checkpoint."
             )
         done = gather(self.session, _Quiet(), step)
-        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN)
+        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN, recorded=False)
         self.session.progress.under_way = done.under_way
 
 
-def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests) -> list[Group]:
+def learn(
+    session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True
+) -> list[Group]:
     """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
-    the groups with their advantages."""
+    the groups with their advantages. `recorded`: they have them, and a function of the user's is not asked again."""
     config, progress = session.config, session.progress
     batches = pack(
         groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
@@ -228,7 +230,7 @@ def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int
     )
     learnt, batches, _ = estimate(
         groups, batches, session.learner, progress.reference, config, session.unified,
-        given=is_own(config.rl.adv_estimator), teacher=session.teacher,
+        given=recorded and is_own(config.rl.adv_estimator), teacher=session.teacher,
     )
     clip = Calibration(session.learner, config, progress.clip_bounds)
     clip.begin(batches, step)

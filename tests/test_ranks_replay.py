@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import run_ranks
 from test_ranks_loop import rank_run
 from tiny import tiny_run
@@ -18,6 +19,7 @@ RUN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_digests_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     alone = tiny_run(tmp_path / "alone", RUN)
     run_ranks(rank_run, 2, tmp_path / "two", RUN, seconds=300.0)

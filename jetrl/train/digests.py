@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.train.batches import PackedBatch
 
 _FOLD, _COLUMNS = 64, 16  # words that are added to one sum at most; sums of a row that are left at least
-_SUMS = 1 << 22  # made at once
+_SUMS, _USUAL = 1 << 22, 1 << 20  # made at once; places whose factors are kept
 _MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407
 _WRAP = 1 << 64
 
@@ -43,9 +44,22 @@ def digest_of(value: Tensor, start: int = 0) -> Tensor:
     step, total = max(1, _SUMS // max(1, columns)), torch.zeros((), dtype=torch.int64, device=value.device)
     for first in range(0, count, step):
         sums = bits[first : first + step].view(-1, fold, columns).sum(1, dtype=torch.int64)
-        place = torch.arange(sums.numel(), dtype=torch.int64, device=value.device) + (start + first) * columns
-        total += (sums.view(-1) * ((place * _MULTIPLIER + _OFFSET) | 1)).sum()
+        total += (sums.view(-1) * _odd((start + first) * columns, sums.numel(), value.device)).sum()
     return total
+
+
+def _odd(first: int, count: int, device: torch.device) -> Tensor:
+    """The factors of so many places, from `first` on."""
+    if first + count <= _USUAL:
+        return _usual(device)[first : first + count]
+    place = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    return (place * _MULTIPLIER + _OFFSET) | 1
+
+
+@cache
+def _usual(device: torch.device) -> Tensor:
+    """Those of the first places: for most matrices that is all, and a GPU starts half as many kernels."""
+    return (torch.arange(_USUAL, dtype=torch.int64, device=device) * _MULTIPLIER + _OFFSET) | 1
 
 
 def _words(value: Tensor) -> Tensor:

@@ -7,20 +7,27 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
+from torch import Tensor
 from typer.testing import CliRunner
 
 from jetrl.cli import app
 from jetrl.errors import Notice, UserError
+from jetrl.model.names import tensor_table
+from jetrl.model.weights import published_bytes
+from jetrl.precision.recipe import build_recipe
 from jetrl.run.loop import StopRequest, run
 from jetrl.run.replay import keeping, record, rerun, show
 from jetrl.run.replay.checks import WHATS, replay, spans_of
 from jetrl.run.replay.record import StepRecord
+from jetrl.spec import SHAPES
+from jetrl.train import digests
 from jetrl.train.digests import UNSEEN
 from jetrl.types import Group, Prompt, Request, SamplingParams, Segment, Trajectory
 
@@ -129,6 +136,30 @@ def test_a_token_takes_few_bytes(plain: Path) -> None:
     assert arrays < most < 2 * arrays
     assert record.path_of(plain, 1).stat().st_size < most + 12_000  # digests and rows
     assert "newest 100 steps" in keeping.told(config, rerun.build(config, weights=False).model.spec)
+
+
+def test_digests_read_every_byte_of_a_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/REPLAY.md counts for 8 billion parameters: masters, gradients, moments, what is published."""
+    read: list[int] = []
+    true = digests.digest_of
+
+    def counted(value: Tensor, start: int = 0) -> Tensor:
+        read.append(value.numel() * value.element_size())
+        return true(value, start)
+
+    monkeypatch.setattr(digests, "digest_of", counted)
+    run_dir = tiny_run(tmp_path, {"train.steps": 1, "eval.eval_interval": 0})
+    with rerun.opened(run_dir, 0) as opened:
+        model = opened.session.model
+        count, tokens = sum(p.numel() for p in model.parameters()), 4 * 4 * 26
+        expected = count * (4 + 4 + 8) + published_bytes(model.spec, model.recipe)
+    assert expected <= sum(read) <= expected + 60 * tokens + 8 * 20, (expected, sum(read))
+    spec = SHAPES["qwen3-8b"]
+    shapes = [piece.shape for pieces in tensor_table(spec).values() for piece in pieces]
+    large = sum(prod(shape) for shape in shapes)
+    published = published_bytes(spec, build_recipe("fp8", spec.num_layers))
+    assert (large * 16 + published) / 1e9 == pytest.approx(140, abs=1)
+    assert (large * 8 + published) / 1e9 == pytest.approx(75, abs=1)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -282,6 +313,22 @@ def test_only_the_newest_steps_are_kept_and_others_are_rolled_out_again(tmp_path
         replay(run_dir, 2, "rollout")
 
 
+def test_an_estimator_of_ones_own_is_not_asked_for_recorded_steps(tmp_path: Path) -> None:
+    """It reads texts, which records do not hold; a step that is rolled out again has them, and asks it."""
+    (tmp_path / "mine.py").write_text(
+        "def mine(groups, config):\n"
+        "    texts = [[''.join(s.text for s in one.trajectory.turns) for one in group] for group in groups]\n"
+        "    assert any(map(any, texts)), 'no text'\n"
+        "    return [[one.score - len(text) / 7 for one, text in zip(*pair)] for pair in zip(groups, texts)]\n"
+    )
+    run_dir = tiny_run(tmp_path, {
+        "rl.adv_estimator": f"{tmp_path}/mine.py:mine", "train.steps": 3, "checkpoint.replay_steps": 1,
+        "checkpoint.save_interval": 3, "eval.eval_interval": 0,
+    })
+    shutil.rmtree(run_dir / "checkpoints" / "step_000003")
+    assert replay(run_dir, 3, "update").same
+
+
 def test_a_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, {
         "checkpoint.save_interval": 0, "checkpoint.keep": None, "rl.kl_coef": 0.1, "train.steps": 2,
@@ -352,6 +399,13 @@ def test_another_flow_ranks_and_versions_are_told(copied: Path) -> None:
         replay(copied, 3, "update")
     change(copied, 4, lambda one: replace(one, made_with={**one.made_with, "torch": "1.0"}))
     assert "torch: 1.0 in the run" in replay(copied, 1, "logprobs").notes[0]
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_tokens_that_the_model_does_not_have_are_refused(copied: Path, what: str) -> None:
+    change(copied, 3, lambda one: first_answer(one, lambda s: replace(s, tokens=s.tokens + 500)))
+    with pytest.raises(UserError, match="step 3 .* has the token 5.., and the model knows 0 to"):
+        replay(copied, 3, what)
 
 
 def test_ranges_are_read_by_people() -> None:

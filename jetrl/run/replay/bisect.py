@@ -223,6 +223,7 @@ def _located(
         with around[side](), opened(runs[side], versions[side], say) as rerun:
             with trace.within("start"):
                 keeping.add_weights(trace, rerun.session)
+            rerun.require_tokens(ones[side])
             with tapped(rerun.session.model, trace):
                 pieces[side](rerun, trace)
             for name, _ in trace.rows():

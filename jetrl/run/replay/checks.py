@@ -108,6 +108,7 @@ def replay(run_dir: Path, step: int, what: str, say: Say = lambda text: None) ->
         return Replayed(what, step, "tokens", 0, 0)
     compared = _Compared(what, step)
     with opened(run_dir, spans[0].version, say) as rerun:
+        rerun.require_tokens(one)
         for version in sorted({span.version for span in spans}):
             rerun.to(version)
             own = [span for span in spans if span.version == version]

@@ -172,8 +172,21 @@ class Rerun:
                 f"first that differs): replay the update of step {one.step}"
             )
 
+    def require_tokens(self, one: StepRecord) -> None:
+        """UserError for a record with tokens that the model does not have: it is not of this run."""
+        vocabulary = self.session.model.spec.vocab_size
+        for _, trajectory in one.trajectories():
+            for segment in trajectory.segments:
+                wrong = segment.tokens[(segment.tokens < 0) | (segment.tokens >= vocabulary)]
+                if len(wrong):
+                    raise UserError(
+                        f"The record of step {one.step} of {self.run_dir} has the token {wrong[0]}, and the model "
+                        f"knows 0 to {vocabulary - 1}: it was changed, or is of another run. Restore it."
+                    )
+
     def _require_alike(self, one: StepRecord) -> None:
         session = self.session
+        self.require_tokens(one)
         if one.flow_digest != session.flow_digest:
             raise UserError(
                 f"Step {one.step} of {self.run_dir} was computed in the flow {one.flow_digest}, and here it is "
@@ -199,13 +212,15 @@ class Rerun:
                 "after the next checkpoint."
             )
         done = gather(self.session, _Quiet(), step)
-        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN)
+        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN, recorded=False)
         self.session.progress.under_way = done.under_way
 
 
-def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests) -> list[Group]:
+def learn(
+    session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True
+) -> list[Group]:
     """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
-    the groups with their advantages."""
+    the groups with their advantages. `recorded`: they have them, and a function of the user's is not asked again."""
     config, progress = session.config, session.progress
     batches = pack(
         groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
@@ -215,7 +230,7 @@ def learn(session: Session, groups: Sequence[Group], step: int, next_prompt: int
     )
     learnt, batches, _ = estimate(
         groups, batches, session.learner, progress.reference, config, session.unified,
-        given=is_own(config.rl.adv_estimator), teacher=session.teacher,
+        given=recorded and is_own(config.rl.adv_estimator), teacher=session.teacher,
     )
     clip = Calibration(session.learner, config, progress.clip_bounds)
     clip.begin(batches, step)

@@ -27,10 +27,10 @@ from jetrl.serve.service import About
 POSITIONS = 768
 
 
-def small_model(folder: Path) -> Path:
+def small_model(folder: Path, **shape: int) -> Path:
     """A folder with a random model that prefers some bytes, so that answers end now and then."""
     tokenizer = byte_tokenizer()
-    spec = hf.spec_from_hf(ARCH | {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS})
+    spec = hf.spec_from_hf(ARCH | {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS} | shape)
     model = Transformer(spec, build_recipe("bf16", spec.num_layers)).init_random(4)
     with torch.no_grad():
         for p in model.parameters():
@@ -52,14 +52,16 @@ class Served:
 
     @cached_property
     def policy(self) -> Policy:
-        """The same model with an engine of its own."""
+        """The same model on a CPU, with an engine of its own."""
         return load_model(self.folder, "fp8", "cpu")
 
 
 @contextmanager
-def served(folder: Path, settings: FrontSettings | None = None, slow: float = 0.0, **changes: Any) -> Iterator[Served]:
+def served(
+    folder: Path, settings: FrontSettings | None = None, slow: float = 0.0, device: str = "cpu", **changes: Any
+) -> Iterator[Served]:
     """A server; `slow`: seconds that each step takes longer. At its end no page may be lost."""
-    engine, about, _ = served_model(str(folder), "tiny", "fp8", "cpu", "", None, 0, 8, None)
+    engine, about, _ = served_model(str(folder), "tiny", "fp8", device, "", None, 0, 8, None)
     about = replace(about, **changes)
     if slow:
         draw = engine.step

@@ -30,14 +30,15 @@ def require_key(host: str, api_key: str | None) -> None:
     """UserError where others could reach the server without a key, or with one that no header can carry."""
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         raise UserError("The key must be one word of printable ASCII characters, and not empty.")
-    if api_key is None and not _is_loopback(host):
+    if api_key is None and not is_loopback(host):
         raise UserError(
             f"host = {host!r}: others can reach this address, so a key is needed. Set the environment variable "
             "JETRL_API_KEY, or leave the address at 127.0.0.1."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may mean any address

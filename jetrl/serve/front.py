@@ -19,10 +19,11 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jetrl.chat.prompts import decoded
 from jetrl.errors import shown
-from jetrl.serve.address import FrontSettings
+from jetrl.serve.address import FrontSettings, is_loopback
 from jetrl.serve.counts import Counts
 from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json
 from jetrl.serve.link import Flight, Link
@@ -34,7 +35,6 @@ from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask
 
 _ATTEMPTS = 10_000  # requests whose names another attempt can have
 SILENCE = 30.0  # seconds without a word of the engine after which it is not healthy
-_LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
 _KINDS = {"chat": ("chatcmpl", chat_ask), "completion": ("cmpl", completion_ask), "generate": ("gen", generate_ask)}
 
 
@@ -91,8 +91,7 @@ class Front:
     def _require_allowed(self, request: Request, open: bool) -> None:
         """Refuse a wrong key; and without a key, what a page in a browser of this machine may have sent."""
         if self.settings.api_key is None:
-            host = request.headers.get("host", "")
-            if (host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host) not in _LOCAL:
+            if not is_loopback(_name_in(request.headers.get("host", ""))):
                 raise Refused("The header Host is not this machine's: use http://127.0.0.1, or a server with a key.",
                               403, code="wrong_host")
         elif not open:
@@ -116,7 +115,7 @@ class Front:
         job.begin(request)
         if ask.stream:
             headers = {"cache-control": "no-cache"}
-            return StreamingResponse(job.stream(), media_type="text/event-stream", headers=headers)
+            return _Stream(job, media_type="text/event-stream", headers=headers)
         return JSONResponse(await job.whole())
 
     def _session(self, request: Request, data: dict[str, Any]) -> Session | None:
@@ -226,7 +225,7 @@ class _Job:
         self.changed = asyncio.Event()
         self.wake: Callable[[], None] = self.changed.set
         self.gone: asyncio.Task[None] | None = None
-        self.answered = self.failed = False
+        self.answered = self.failed = self.ended = False
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
@@ -255,7 +254,7 @@ class _Job:
             self.failed = True
             raise
         finally:
-            self._end()
+            self.end()
 
     async def stream(self) -> AsyncIterator[str]:
         """Server-sent events; an error in the middle is an event of its own."""
@@ -281,7 +280,7 @@ class _Job:
         except ClientDisconnect:
             return
         finally:
-            self._end()
+            self.end()
 
     @property
     def _flights(self) -> list[Flight]:
@@ -306,7 +305,11 @@ class _Job:
         self.front.counts.prompt_tokens += sum(len(choice.prompt) for choice in self.choices)
         self.front.counts.drawn_tokens += sum(len(flight.tokens) for flight in self._flights)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """What is not answered by now will not be. Once."""
+        if self.ended:
+            return
+        self.ended = True
         self.front.counts.left += not (self.answered or self.failed)
         if not self.answered:
             self.front.service.give_back(self.ask, self.session, self.choices)
@@ -315,6 +318,26 @@ class _Job:
         if self.gone is not None:
             self.gone.cancel()
         self.front.link.leave(self._flights, self.wake)
+
+
+def _name_in(host: str) -> str:
+    """The name or address of a header Host, without the port."""
+    name, _, port = host.rpartition(":")
+    return (name if port.isdigit() else host).removeprefix("[").removesuffix("]")
+
+
+class _Stream(StreamingResponse):
+    """The stream of a job, which ends with it, also where the client left before the first byte."""
+
+    def __init__(self, job: _Job, **options: Any) -> None:
+        super().__init__(job.stream(), **options)
+        self.job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.end()
 
 
 def _event(data: dict[str, Any]) -> str:
@@ -332,6 +355,7 @@ def run_front(listener: socket.socket, connection: Connection, about: About, set
         config = uvicorn.Config(
             Front(about, settings, link).app(), log_level="warning", access_log=False, timeout_graceful_shutdown=5,
             server_header=False, lifespan="off",
+            timeout_keep_alive=60,
         )
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

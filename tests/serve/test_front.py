@@ -291,6 +291,7 @@ def test_models_tokens_health_and_metrics(server: Served, client: Any) -> None:
 COMPLETION = {"model": "tiny", "prompt": "a", "max_tokens": 2}
 BAD: dict[str, tuple[Any, int, str]] = {
     "broken JSON": (b'{"prompt": ', 400, "not JSON"),
+    "half a character": (b'{"prompt": "\\ud800"}', 400, "cannot encode"),
     "no object": (b"[1]", 400, "JSON object"),
     "deep": (b'{"prompt": ' + b"[" * 100_000, 400, "not JSON: lists or tables are nested"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', 400, "NaN is not JSON"),
@@ -348,8 +349,11 @@ def test_addresses_methods_and_types(server: Served) -> None:
     assert call(f"{server.url}/v1/nothing")[0] == 404 and call(f"{server.url}/v1/completions")[0] == 405
     status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"content-type": "text/plain"})
     assert status == 415 and "application/json" in answer["error"]["message"]
-    status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"host": "evil.example:80"})
-    assert status == 403 and "Host" in answer["error"]["message"]
+    for host in ("evil.example:80", "evil.example", "127.0.0.1.evil.example", ""):
+        status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"host": host})
+        assert status == 403 and "Host" in answer["error"]["message"]
+    for host in ("localhost", "127.0.0.2:5", "[::1]:8000"):
+        assert call(f"{server.url}/v1/models", None, {"host": host})[0] == 200
 
 
 def test_a_key_and_a_body_that_is_too_long(folder: Path) -> None:

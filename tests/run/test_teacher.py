@@ -123,6 +123,7 @@ def test_log_probs_are_those_of_the_teacher_s_own_flow(teacher: Path, tmp_path: 
         ({"teacher.path": "x", "rl.algo": "gspo"}, "rl.ratio = \"sequence_mean\" needs one for the whole answer"),
         ({"teacher.path": "x", "rl.algo": "dapo"}, "rl.dynamic_sampling = \"refill\" leaves out groups"),
         ({"teacher.path": "x", "rl.algo": "distill", "rl.gamma": 0.9}, "rl.gamma: has no effect while"),
+        ({"teacher.path": "x", "rl.algo": "distill", "rl.dynamic_sampling": "drop"}, "rl.dynamic_sampling: has no eff"),
     ],
     ids=str,
 )

@@ -89,6 +89,18 @@ def test_the_whole_run_has_the_bits_of_one_process(straight: Path, tmp_path: Pat
     assert not any("communication" in key or "rank" in key for row in read_metrics(straight) for key in row)
 
 
+@pytest.mark.slow
+def test_a_teacher_judges_what_each_rank_holds(tmp_path: Path) -> None:
+    """The bits of one process: each rank has the teacher whole, and makes its passes over its own micro-batches."""
+    teacher = tiny_run(tmp_path / "teacher", {"train.steps": 1, "checkpoint.save_interval": 1, "eval.eval_interval": 0})
+    changes = FIXED | {"rl.algo": "distill", "teacher.path": str(teacher), "train.steps": 2, "rl.updates_per_step": 2}
+    alone = tiny_run(tmp_path / "alone", with_cache(changes | {"seed": 3}, tmp_path / "alone"))
+    given = with_cache(changes | {"seed": 3}, tmp_path / "alone")
+    assert run_ranks(rank_run, 2, tmp_path, given) == [True, True]
+    assert_same_run(tmp_path / "runs" / "tiny", alone)
+    assert all(row["policy/teacher_kl"] != 0 for row in numbers(alone)[1:])
+
+
 def contents(run_dir: Path) -> dict[str, Any]:
     """All that is saved: masters, moments and reference policy, whoever wrote which rows; the model's files as they
     are."""

@@ -211,7 +211,7 @@ class RLConfig(Section):
         default=None, gt=0, lt=1, description="Leave out an answer if the learner's probability of one of its tokens "
         "is below this fraction of the sampler's, such as 1e-4. none: off.")
     dynamic_sampling: Annotated[
-        DynamicSampling,
+        DynamicSampling, NoEffectWhile("rl.adv_estimator", ("teacher",)),
         Elsewhere(
             "verl: filter_groups filter_groups.enable; NeMo RL: use_dynamic_sampling "
             "dynamic_sampling_max_gen_batches; slime: dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; "

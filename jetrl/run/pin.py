@@ -9,6 +9,7 @@ from typing import Any
 
 from jetrl.chat.tokenizer import BUILTIN_PREFIX
 from jetrl.config import Config
+from jetrl.errors import UserError
 from jetrl.huggingface import hub
 from jetrl.untrusted import json_file
 
@@ -45,6 +46,10 @@ def pinned(config: Config, before: Iterable[Pin] = ()) -> tuple[Config, list[Pin
         name, asked = getattr(table, key), getattr(table, revision_key)
         if name is None or name.startswith(BUILTIN_PREFIX) or hub.on_disk(name, asked, kind) is not None:
             continue
+        if section == "teacher" and Path(name).parent == Path(config.output_dir):  # the hub may have such a name
+            raise UserError(
+                f"teacher.path = {name}: there is no such run yet. Train the teacher first, or name another one."
+            )
         full = f"{section}.{key}"
         pin = kept.get((full, name, asked)) or Pin(full, name, asked, _commit(name, asked, kind))
         pins.append(pin)

@@ -21,7 +21,7 @@ NEEDS = [(key.name, need, need.other.removeprefix("rl.")) for key in IN_RL for n
 # The rules by which the choice of a part leaves another part without effect, with their switch.
 IGNORED = [
     (key.name, rule, rule.switch.removeprefix("rl.")) for key in IN_RL for rule in key.all(NoEffectWhile)
-    if rule.switch not in ("precision", "rollout.overcommit")  # no parts of an algorithm: presets leave them alone
+    if rule.switch.startswith("rl.")  # others are no part of an algorithm: presets leave them alone
 ]
 LITERALS = {
     "adv_estimator": choices.AdvEstimator, "ratio": choices.Ratio, "surrogate": choices.Surrogate,

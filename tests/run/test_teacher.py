@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from jetrl.config import load_config, resolve
+from jetrl.config.shipped import shipped
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_metrics
 from jetrl.run.fit.memory import predict
+from jetrl.run.loop import StopRequest, run
+from jetrl.run.pin import pinned
 from jetrl.run.prepare import prepare
+from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build_published
 from jetrl.run.teacher import build_teacher, teacher_of
 from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run
@@ -118,6 +123,7 @@ def test_log_probs_are_those_of_the_teacher_s_own_flow(teacher: Path, tmp_path: 
         ({"teacher.path": "x", "rl.algo": "gspo"}, "rl.ratio = \"sequence_mean\" needs one for the whole answer"),
         ({"teacher.path": "x", "rl.algo": "dapo"}, "rl.dynamic_sampling = \"refill\" leaves out groups"),
         ({"teacher.path": "x", "rl.algo": "distill", "rl.gamma": 0.9}, "rl.gamma: has no effect while"),
+        ({"teacher.path": "x", "rl.algo": "distill", "rl.dynamic_sampling": "drop"}, "rl.dynamic_sampling: has no eff"),
     ],
     ids=str,
 )
@@ -165,3 +171,30 @@ def test_memory_knows_the_teacher(teacher: Path, tmp_path: Path):
     tables = 4 * (model.cos.numel() + model.sin.numel())
     assert others("bf16", 1) == others("bf16", 4) == held + tables
     assert others("fp8", 1) != others("bf16", 1)
+
+
+def test_a_record_of_a_step_is_replayed_with_the_teacher(teacher: Path, tmp_path: Path):
+    run_dir = tiny_run(tmp_path, distilling(teacher, **{"train.steps": 2, "rl.algo": "grpo"}))
+    found = replay(run_dir, 2, "update")
+    assert found.same, found
+
+
+def test_the_shipped_recipe_learns_from_a_run_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step of each. Without the teacher's run it says so, and asks no hub."""
+    monkeypatch.chdir(tmp_path)
+    short = [
+        "num_threads=1", "device=cpu", "train.steps=1", "train.warmup_steps=0", "sft.steps=1", "sft.warmup_steps=0",
+        f"sft.cache_dir={tmp_path / 'sft'}", "rollout.prompts_per_step=2", "eval.eval_interval=0", "task.num_eval=4",
+    ]
+    config = resolve(load_config(shipped()["distill_quickstart"], short, lambda note: None), cuda_available=False)
+    with pytest.raises(UserError, match="teacher.path = runs/quickstart: there is no such run yet. Train the teacher"):
+        pinned(config)
+    first = resolve(load_config(shipped()["quickstart"], short, lambda note: None), cuda_available=False)
+    for one in (first, config):
+        before = torch.get_num_threads()
+        try:
+            assert run(pinned(one)[0], tmp_path / "runs" / one.name, ["test"], StopRequest())
+        finally:
+            torch.set_num_threads(before)
+    (row,) = read_metrics(tmp_path / "runs" / "distill_quickstart")[1:]
+    assert row["policy/teacher_kl"] != 0 and row["parity/logprob_abs_diff_max"] == 0

@@ -42,6 +42,7 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
 _RENAMED = {
     "compare": "run.compare", "config.data": "config.task", "ending": "process_exit",
     "engine.kv_cache": "engine.state_pool", "entry": "run.start",
+    "engine.beginnings": "engine.pages", "rl.moments": "rounding",
     "kernels.attention": "kernels.attention.ops", "kernels.backends": "kernels.dispatch",
     "kernels.backends.hopper": "kernels.dispatch", "kernels.backends.hopper_scaled_mm": "kernels.dispatch",
     "kernels.backends.reference": "kernels.dispatch", "kernels.backends.deepgemm_grouped": "kernels.experts.deepgemm",

@@ -42,7 +42,7 @@ NO_TORCH = [
     "precision", "config", "spec.py", "errors.py", "types.py", "arrays.py", "choices.py", "presets.py",
     "requirements.py", "untrusted.py", "values.py", "rounding.py",
     "engine/scheduler.py", "engine/pages.py", "engine/plan.py", "engine/slots.py", "engine/prefixes.py",
-    "engine/turns.py", "engine/limits.py", "engine/settings.py", "engine/rows.py", "engine/beginnings.py",
+    "engine/turns.py", "engine/limits.py", "engine/settings.py", "engine/rows.py",
     "engine/speculation/depth.py", "engine/speculation/sources.py",
     "engine/sharing.py", "rl/advantage.py",
 ]

@@ -38,7 +38,8 @@ ELSEWHERE = {
     "parity/rows.py": {"--new-tokens", "--sequences"},
     "parity/depth.py": {"--beside", "--depth", "--kv-cache", "--turns"},  # `jetrl parity --depth` alone
     "parity/depth_command.py": {"--svg"},
-    "run/fit/advice.py": {"--gpu"},  # of --dry-run
+    "run/replay/command.py": {"--json", "--trust"},  # the options themselves
+    "run/fit/advice.py": {"--gpu"},  # the options themselves
 }
 
 

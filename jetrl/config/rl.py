@@ -189,7 +189,8 @@ class RLConfig(Section):
             "off_policy_correction",
             " and rl.rollout_is_threshold (with jetrl's engine there is nothing to correct)"),
     ] = Field(
-        default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout, vllm).")
+        default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout, vllm, "
+        "rollout.overcommit).")
     rollout_is_threshold: Annotated[
         float, NoEffectWhile("rl.rollout_is", ("none",)), Elsewhere(same=("verl",)),
     ] = Field(default=2.0, gt=0, description="Importance weights are capped at this value.")

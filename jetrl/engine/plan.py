@@ -106,7 +106,7 @@ class Prefix:
     waiting: int = 0
     leader: Tracked | None = None
     pages: list[int] | None = None  # one reference each, kept while members wait and dropped first when pages run out
-    digests: list[bytes] | None = None  # of its full pages (`engine.beginnings`), once somebody has asked
+    digests: list[bytes] | None = None  # of its full pages (`pages.Beginnings`), once somebody has asked
     row: int = 0  # with one reference: the state of all tokens but the last, where layers keep one for a sequence
 
     @property

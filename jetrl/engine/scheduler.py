@@ -21,9 +21,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from jetrl.engine.beginnings import page_digests
 from jetrl.engine.limits import check_sizes, most_tokens
-from jetrl.engine.pages import PageAllocator
+from jetrl.engine.pages import PageAllocator, page_digests
 from jetrl.engine.plan import Committed, Finished, Plan, Prefix, Step, Tracked
 from jetrl.engine.prefixes import PrefixSharing
 from jetrl.engine.rows import Rows

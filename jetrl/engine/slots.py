@@ -19,7 +19,7 @@ class Slots:
         self.table = np.zeros((count, 0), dtype=np.int32)  # pages
         self.request, self.length, self.computed, self.num_pages, self.max_length, self.num_known = (
             np.zeros(count, dtype=np.int64) for _ in range(6)
-        )  # the last: full pages of which `engine.beginnings` has been told
+        )  # the last: full pages of which `pages.Beginnings` has been told
 
     def widen(self, tokens: int, pages: int) -> None:
         """Make room for sequences of `tokens` tokens in `pages` pages."""

@@ -30,6 +30,7 @@ from jetrl.config.train import TrainConfig
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
+from jetrl.model.adapter import is_adapter
 from jetrl.model.master import masters_of
 from jetrl.model.shards import Shard
 from jetrl.model.transformer import Transformer
@@ -337,7 +338,8 @@ def _require_memory(subject: Subject, masters: Masters) -> None:
     if torch.device(subject.config.device).type != "cuda":
         return
     with torch.device("meta"):
-        sizes = [prod(p.shape) for p in Transformer(subject.spec, subject.recipe, master_dtype=None).parameters()]
+        model, adapted = Transformer(subject.spec, subject.recipe, master_dtype=None), subject.recipe.lora is not None
+    sizes = [prod(p.shape) for name, p in model.named_parameters() if is_adapter(name) or not adapted]
     have = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
     def need(kind: str) -> int:

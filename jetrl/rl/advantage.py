@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from jetrl.errors import UserError
 from jetrl.rl import own
 from jetrl.rl.gae import gae, rewards_to_go, whiten
-from jetrl.rl.moments import mean, std
 from jetrl.rl.selection import check_scored
-from jetrl.rounding import all_equal
+from jetrl.rounding import all_equal, mean, std
 from jetrl.types import Advantage, Group, Trajectory
 
 Column = NDArray[np.float64]  # [P]
@@ -97,12 +96,12 @@ def advantages(
     items = list(_items(groups, kl, values, in_loss, config.kl_coef))
     by_group, by_token = BY_GROUP.get(config.adv_estimator), BY_TOKEN.get(config.adv_estimator)
     returns = None
-    if own.is_own(config.adv_estimator):
-        result = _users(groups, items, config)
-    elif by_group is not None:
+    if by_group is not None:
         result = _grouped(groups, items, by_group, config)
     elif by_token is not None:
         result, returns = _tokenwise(items, by_token, config)
+    elif own.is_own(config.adv_estimator):
+        result = _users(groups, items, config)
     else:
         raise UserError(f'rl.adv_estimator is "{config.adv_estimator}"; use {", ".join([*BY_GROUP, *BY_TOKEN])}')
     paid = [math.fsum(item.penalties) for item in items if item.penalties is not None] if penalized else []
@@ -124,7 +123,7 @@ def grpo_advantages(
 
     `std` is the sample deviation (S - 1), as in verl and TRL; the papers leave it open. A group whose rewards are all
     equal gets exact zeros, even if the rounded mean would differ from the rewards; a group of one is such a group.
-    `size` is that of `moments.all_equal`.
+    `size` is that of `rounding.all_equal`.
     Source: GRPO, arXiv 2402.03300 section 4.1; Dr.GRPO, arXiv 2503.20783 section 3.
     """
     if all_equal(rewards, size):
@@ -138,7 +137,7 @@ def rloo_advantages(rewards: Sequence[float], size: float = 0.0) -> tuple[float,
     """REINFORCE leave-one-out: `A_i = r_i - mean of r_j over j != i`, for one group.
 
     Equal rewards give exact zeros. So does a group of one, which has no others to compare with; TRL refuses it, verl
-    gives it its whole reward. `size` is that of `moments.all_equal`. Source: arXiv 2402.14740 section 3.
+    gives it its whole reward. `size` is that of `rounding.all_equal`. Source: arXiv 2402.14740 section 3.
     """
     if all_equal(rewards, size):
         return (0.0,) * len(rewards)

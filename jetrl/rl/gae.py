@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetrl.rl.moments import mean, std
-from jetrl.rounding import all_equal
+from jetrl.rounding import all_equal, mean, std
 
 
 def rewards_to_go(rewards: Sequence[float], gamma: float) -> list[float]:

@@ -80,8 +80,6 @@ def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: str, denomi
     A function of the user's (`module:function`, `path/to/file.py:function`) gets sequence ids and denominators.
     """
     mask = loss_mask.double()
-    if own.is_own(loss_agg):
-        return mask * own_terms.token_weights(loss_agg, sequence_ids, denominators) if len(mask) else mask
     if loss_agg == "token_mean":
         return mask / (denominators.num_loss_tokens + denominators.masked_tokens)
     if loss_agg == "seq_mean_token_mean":
@@ -92,6 +90,8 @@ def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: str, denomi
         return mask / denominators.num_sequences
     if loss_agg == "seq_mean_token_sum_norm":
         return mask / (denominators.num_sequences * denominators.max_response_length)
+    if own.is_own(loss_agg):
+        return mask * own_terms.token_weights(loss_agg, sequence_ids, denominators) if len(mask) else mask
     names = "token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm"
     raise ValueError(f'loss_agg is "{loss_agg}"; use {names}')
 

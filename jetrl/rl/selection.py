@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from jetrl.rl.moments import mean, std
-from jetrl.rounding import all_equal
+from jetrl.rounding import all_equal, mean, std
 from jetrl.types import Group
 
 

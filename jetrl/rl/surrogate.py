@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from jetrl.choices import Ratio
-from jetrl.rl.own import is_own
 from jetrl.rl.own_terms import token_losses
 from jetrl.rl.sequences import per_sequence
 
@@ -53,8 +52,8 @@ def token_loss(
     surrogate: str, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, active: Tensor, clip: Clip
 ) -> TokenLoss:
     """By the entry of `SURROGATES`, or by a function of the user's, which gets the active tokens alone."""
-    if not is_own(surrogate):
-        return SURROGATES[surrogate](log_ratio, logprobs, advantages, active, clip)
+    if (known := SURROGATES.get(surrogate)) is not None:
+        return known(log_ratio, logprobs, advantages, active, clip)
     loss = torch.zeros_like(logprobs)
     if bool(active.any()):
         part = token_losses(surrogate, log_ratio[active], logprobs[active], advantages[active], clip)

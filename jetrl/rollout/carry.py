@@ -154,12 +154,24 @@ class _Work:
         self.of_group = [(place, i) for place, group in enumerate(groups) for i in range(len(group.answers))]
         self.begun = {n: a for n, (place, i) in enumerate(self.of_group)
                       if isinstance(a := groups[place].answers[i], Unfinished)}
-        own = sorted(self.begun)[world.rank :: world.size]
-        self.live = {self.begun[n].request.id: n for n in own}  # by request id: what this rank still runs
+        self.live = {self.begun[n].request.id: n for n in self.own_answers()}  # by request id: what still runs here
         self.ended: dict[int, Completion] = {}  # of this rank, by number
         self.apart: dict[int, Unfinished] = {}  # of this rank, far enough
         self.new: dict[int, int] = {}  # new tokens of the answers that have ended, on any rank
         self.finished = 0
+
+    def own_answers(self) -> list[int]:
+        """This rank's: whole groups, as a prompt is computed once on a rank, each for the rank that has the fewest
+        answers so far. Single answers where there are fewer groups than ranks."""
+        by_group: dict[int, list[int]] = {}
+        for n in self.begun:
+            by_group.setdefault(self.of_group[n][0], []).append(n)
+        if len(by_group) < self.world.size:
+            return [*self.begun][self.world.rank :: self.world.size]
+        given: list[list[int]] = [[] for _ in range(self.world.size)]
+        for own in by_group.values():
+            min(given, key=len).extend(own)
+        return given[self.world.rank]
 
     def run(self) -> RolledOn:
         if self.world.alone:

@@ -15,12 +15,12 @@ from jetrl.parallel.agreement import common, gather_from_ranks, on_rank0
 from jetrl.rewards.group_scores import GroupScores, scores_beside
 from jetrl.rewards.results import Scores, tell_state
 from jetrl.rewards.score import Scored, nothing_scored, reward_metrics, rewards_of, with_rewards
-from jetrl.rl.moments import mean
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.carry import UnderWay
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
+from jetrl.rounding import mean
 from jetrl.run.carried import Carry
 from jetrl.run.evaluation import Evaluation
 from jetrl.run.no_signal import no_signal_in

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hash_model import HashModel, make_engine, straight
 
-from jetrl.engine.beginnings import Beginnings, page_digests
-from jetrl.engine.pages import PageAllocator
+from jetrl.engine.pages import Beginnings, PageAllocator, page_digests
 from jetrl.types import Request, SamplingParams, WeightSet
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hash_model import learners_logprobs
+from tiny import ARCH, numbers, tiny_run, weights_hash
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
+from jetrl.run.replay.checks import replay
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
@@ -21,6 +25,21 @@ SPEC = ModelSpec(
     head_dim=64, rms_norm_eps=1e-6, rope=RopeSpec(10_000.0), max_position=512, tie_embeddings=True, qkv_bias=False,
     qk_norm=True,
 )
+
+
+def test_a_run_that_carries_answers_over_is_exact_and_repeats(tmp_path: Path) -> None:
+    changes = {
+        "device": "cuda", "model.arch": ARCH | {"hidden_size": 128, "head_dim": 128}, "quant.kv_cache": "fp8",
+        "rollout.overcommit": 1.0, "rollout.group_size": 2, "rollout.max_response_length": 40,
+        "rl.rollout_is": "token", "train.steps": 5, "eval.eval_interval": 0, "checkpoint.save_interval": 1,
+    }
+    first = tiny_run(tmp_path / "a", changes)
+    second = tiny_run(tmp_path / "b", changes | {"rollout.speculate": "on"})
+    rows = numbers(first)[1:]
+    assert all(row.get("parity/logprob_abs_diff_max", 0.0) == 0.0 for row in rows)
+    assert max(row["rollout/frac_stale_tokens"] for row in rows) > 0
+    assert weights_hash(first, 5) == weights_hash(second, 5)
+    assert replay(first, 5, "logprobs").same and replay(first, 5, "rollout").same
 
 
 class NoText:

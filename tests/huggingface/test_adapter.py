@@ -183,6 +183,24 @@ def test_transformers_computes_the_same_with_adapters_by_hand(
     assert apart < 0.02 and moved > 3 * apart
 
 
+def test_peft_loads_ours_and_we_load_peft_s(plain: tuple[Path, Transformer], exported: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = json.loads((exported / CONFIG).read_text())["base_model_name_or_path"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(model, exported)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    with torch.no_grad():
+        logits = adapted(torch.tensor([tokens])).logits[0, :-1]
+    theirs = logits.log_softmax(-1)[torch.arange(7), torch.tensor(tokens[1:])]
+    assert float((load_model(exported).logprobs(tokens) - theirs).abs().max()) < 0.02
+    adapted.save_pretrained(tmp_path / "theirs")
+    found, ours = read_adapters(tmp_path / "theirs"), read_adapters(exported)
+    assert found.lora == ours.lora and found.digest is None
+    for (name, value), (same, again) in zip(ours.values(plain[1].spec), found.values(plain[1].spec), strict=True):
+        assert name == same
+        assert_bitwise_equal(again.bfloat16(), value)
+
+
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dora": (lambda c: c.update(use_dora=True), "use_dora = True: jetrl reads plain LoRA adapters alone"),
     "another kind": (lambda c: c.update(peft_type="IA3"), "peft_type = 'IA3'"),

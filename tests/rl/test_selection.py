@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl.rl.advantage import advantages, grpo_advantages, rloo_advantages, whiten
-from jetrl.rl.moments import std
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import has_signal, recorded, reward_stats, select
-from jetrl.rounding import all_equal
+from jetrl.rounding import all_equal, std
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 OFF = SimpleNamespace(dynamic_sampling="off", mask_truncated=False, kl_coef=0.0, kl_in="loss")

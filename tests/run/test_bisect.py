@@ -14,7 +14,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import typer
 from cpu_ops import owners
+from rich.console import Console
 from tiny import tiny_run
 from torch import Tensor
 from typer.testing import CliRunner
@@ -23,7 +25,7 @@ from jetrl.cli import app
 from jetrl.errors import UserError
 from jetrl.model.master import masters_of
 from jetrl.run import loop
-from jetrl.run.replay import record
+from jetrl.run.replay import command, record
 from jetrl.run.replay.bisect import bisect
 from jetrl.run.replay.record import StepRecord
 from jetrl.run.replay.rerun import opened
@@ -313,3 +315,9 @@ def test_the_command_names_the_op(right: Path, tmp_path: Path) -> None:
     assert told.exit_code == 1 and "Step 1 differs first, in its rollout" in told.output, told.output
     as_json = CliRunner().invoke(app, ["bisect", str(right), str(other), "--json"])
     assert json.loads(as_json.output)["phase"] == "rollout" and as_json.exit_code == 1
+
+
+def test_both_commands_are_those_of_one_module() -> None:
+    bare = typer.Typer()
+    command.add_to(bare, Console(), lambda resumed: None)
+    assert [(c.name or c.callback.__name__) for c in bare.registered_commands if c.callback] == ["replay", "bisect"]

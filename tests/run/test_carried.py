@@ -17,10 +17,12 @@ from jetrl.report.recorder import read_samples
 from jetrl.rl.mismatch import SampleSize
 from jetrl.run.carried import Carry, ess_told, lags
 from jetrl.run.checkpoint import suspended
+from jetrl.run.loop import run
 from jetrl.run.replay import checks, record
 from jetrl.run.replay.checks import _spans as spans_of
 from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build
+from jetrl.run.stopping import GivenUp, StopRequest
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 RAGGED: dict[str, Any] = {
@@ -82,6 +84,32 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(whole: Path, tmp_path: Path
     run_dir = tiny_run(tmp_path, ragged({"checkpoint.resume": "auto", "rollout.speculate": "on"}))
     assert weights_hash(run_dir, 6) == weights_hash(whole, 6)
     assert [plain(r) for r in numbers(run_dir) if r["step"] > 3] == [r for r in numbers(whole) if r["step"] > 3]
+
+
+def test_a_rollout_that_is_given_up_keeps_what_was_under_way_before(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal in the middle of step 5: the run is saved after step 4, with the answers as they were then."""
+    right = Carry.round
+
+    def interrupted(self: Carry, count: int, on_step: Any) -> Any:
+        steps: list[int] = []
+
+        def stops(report: Any) -> None:
+            steps.append(report.step)
+            if self.step == 5 and len(steps) == 3:
+                raise GivenUp
+            on_step(report)
+
+        return right(self, count, stops)
+
+    monkeypatch.setattr(Carry, "round", interrupted)
+    assert not run(tiny_config(tmp_path, ragged()), tmp_path / "runs/tiny", ["test"], StopRequest())
+    monkeypatch.undo()
+    found = json.loads((tmp_path / "runs/tiny/checkpoints/step_000004/state.json").read_text())
+    assert len(found["under_way"]) == 4 and any(row["tokens"] for g in found["under_way"] for row in g["answers"])
+    run_dir = tiny_run(tmp_path, ragged({"checkpoint.resume": "auto"}))
+    assert weights_hash(run_dir, 6) == weights_hash(whole, 6) and numbers(run_dir)[1:] == numbers(whole)[1:]
 
 
 def test_what_is_under_way_in_a_checkpoint_is_whole_or_refused(tmp_path: Path) -> None:
@@ -223,3 +251,11 @@ def test_a_repeat_of_a_step_gives_the_same(tmp_path: Path) -> None:
         rollout = carry.round(4, lambda report: None)
         found.append((rollout.groups, carry.left(), carry.place))
     assert found[0] == found[1] and session.progress.under_way == () and found[0][2] == 8
+
+
+def test_memory_is_predicted_for_all_that_is_under_way(tmp_path: Path) -> None:
+    from jetrl.run.fit.memory import _asked
+
+    plain, more = (tiny_config(tmp_path, ragged({"rollout.overcommit": share, "eval.eval_interval": 0} | (
+        {"rl.max_off_policy_steps": 2} if not share else {}))) for share in (0.0, 0.5))
+    assert list(_asked(plain, 1)) == [(8, 56)] and list(_asked(more, 1)) == [(12, 56)]

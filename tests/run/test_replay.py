@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import numbers, tiny_config, tiny_run, weights_hash
+from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
 from typer.testing import CliRunner
 
 from jetrl.cli import app
@@ -21,7 +21,8 @@ from jetrl.run.loop import StopRequest, run
 from jetrl.run.replay import keeping, record, rerun, show
 from jetrl.run.replay.checks import WHATS, replay, spans_of
 from jetrl.run.replay.record import StepRecord
-from jetrl.types import Group, Prompt, Segment, Trajectory
+from jetrl.train.digests import UNSEEN
+from jetrl.types import Group, Prompt, Request, SamplingParams, Segment, Trajectory
 
 RUNS: dict[str, dict[str, Any]] = {
     "updates": {
@@ -33,6 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "rollout.top_p": 0.8, "rollout.logprobs": "sampled", "rl.dynamic_sampling": "refill",
         "train.share_prompts": True, "train.optimizer_dtype": "bfloat16",
     },
+    "adapters": {"lora.rank": 4, "rl.kl_coef": 0.1},
 }
 
 
@@ -169,6 +171,81 @@ def test_a_wrong_advantage_and_a_wrong_digest_are_found(copied: Path) -> None:
     change(copied, 1, lambda one: replace(one, digests={**one.digests, name: one.digests[name] ^ 1}))
     found = replay(copied, 1, "update")
     assert found.different == 1 and "gradient of embed.weight in update 0" in str(found.first), found
+
+
+@pytest.fixture(scope="module")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose third step learns from answers that several versions drew."""
+    return tiny_run(tmp_path_factory.mktemp("carried"), {
+        "rollout.overcommit": 1.0, "rollout.group_size": 2, "rollout.max_response_length": 40,
+        "rl.rollout_is": "token", "rl.max_off_policy_steps": 3, "model.arch": ARCH | {"initializer_range": 0.02},
+        "train.steps": 3, "eval.eval_interval": 0, "checkpoint.save_interval": 1, "checkpoint.keep": 4,
+    })
+
+
+def with_spans(one: StepRecord, how: Callable[[Segment], Segment]) -> StepRecord:
+    """The record with a change in its first answer that several versions drew."""
+    for place, group in enumerate(one.learnt):
+        for number, trajectory in enumerate(group.trajectories):
+            prompt, answer = trajectory.segments
+            if len(answer.spans) > 1:
+                changed = replace(trajectory, segments=(prompt, how(answer)))
+                trajectories = list(group.trajectories)
+                trajectories[number] = changed
+                learnt = list(one.learnt)
+                learnt[place] = replace(group, trajectories=tuple(trajectories))
+                return replace(one, learnt=tuple(learnt))
+    raise AssertionError("no answer has several spans")
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_span_that_is_moved_by_one_token_is_found(carried: Path, tmp_path: Path, by: int) -> None:
+    def moved(answer: Segment) -> Segment:
+        first, (start, version), *rest = answer.spans
+        return replace(answer, spans=(first, (start + by, version), *rest))
+
+    assert replay(carried, 3, "logprobs").same
+    run_dir = Path(shutil.copytree(carried, tmp_path / "tiny"))
+    change(run_dir, 3, lambda one: with_spans(one, moved))
+    found = replay(run_dir, 3, "logprobs")
+    assert found.different == 1 and "(version" in str(found.first), found
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_old_keys_that_are_kept_are_found(carried: Path, tmp_path: Path, kept: bool) -> None:
+    """An answer of version 1 that goes on after an update, with the keys and values that it has, or computed again."""
+    run_dir, one = Path(shutil.copytree(carried, tmp_path / "tiny")), record.read(carried, 3)
+    trajectory = one.learnt[0].trajectories[0]
+    with rerun.opened(run_dir, 1) as opened:
+        session, engine = opened.session, opened.session.engine
+        prompt = tuple(trajectory.segments[0].tokens.tolist())
+        sampling = SamplingParams(30, ignore_eos=True, seed=session.config.seed)
+        engine.add([Request(7, prompt, sampling)])
+        while engine.drawn()[7] < 5:
+            engine.step()
+        first = engine.drawn()[7]
+        if kept:
+            rerun.learn(session, record.read(run_dir, 2).learnt, 2, 0, UNSEEN)
+        else:
+            (under_way,) = engine.suspend()
+            opened.to(2)
+            engine.resume([under_way])
+        while engine.has_work:
+            engine.step()
+        (completion,) = engine.collect()
+    assert first < len(completion.tokens)
+    answer = Segment("policy", completion.tokens, "", completion.logprobs, spans=((0, 1), (first, 2)))
+    other = replace(trajectory, segments=(trajectory.segments[0], answer), request_id=7)
+    change(run_dir, 3, lambda one: replace(one, learnt=(
+        replace(one.learnt[0], trajectories=(other, *one.learnt[0].trajectories[1:])), *one.learnt[1:],
+    )))
+    found = replay(run_dir, 3, "logprobs")
+    if not kept:
+        assert found.same, found
+        return
+    assert found.different > 0 and f"prompt {one.learnt[0].prompt.index}, token" in str(found.first), found
+    token = int(str(found.first).partition(", token ")[2].split()[0])
+    assert token >= len(prompt) + first and "(version 2)" in str(found.first), "those before it are of version 1"
 
 
 def test_weights_that_cannot_be_made_again_are_noted(copied: Path) -> None:

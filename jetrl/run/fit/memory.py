@@ -337,7 +337,7 @@ def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: in
 def _asked(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
     """For rollouts and evaluations: sequences that one rank runs at the same time, and the tokens of the longest."""
     r, prompt = config.rollout, config.task.max_prompt_length
-    whole = [(r.prompts_per_step * r.group_size, r.group_size, r.max_response_length)]
+    whole = [((r.prompts_per_step + r.num_carried) * r.group_size, r.group_size, r.max_response_length)]
     if config.eval.eval_interval:
         samples, longest = config.eval.num_samples, config.eval.max_response_length or r.max_response_length
         whole.append((config.task.num_eval * samples, samples, longest))
@@ -355,6 +355,8 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     r = config.rollout
     assert r.max_tokens_per_step is not None, "resolve() has set it"
     tokens = min(r.max_tokens_per_step, r.prompts_per_step * config.task.max_prompt_length + sequences)
+    if r.num_carried:  # what goes on is computed again, as long as it has become
+        tokens = r.max_tokens_per_step
     return _forward_passing(spec, recipe, tokens) + 2 * 4 * sequences * spec.vocab_size
 
 

@@ -30,7 +30,7 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import update
-from jetrl.types import Group, StepReport, WeightSet
+from jetrl.types import Group, StepReport
 from jetrl.untrusted import inside
 
 _WEIGHTS, _NOT_AGAIN = "published/", "the weights made again for"
@@ -112,7 +112,6 @@ class Rerun:
     def __init__(self, session: Session, run_dir: Path, say: Say) -> None:
         self.session, self.run_dir, self.say = session, run_dir, say
         self.notes = differences(run_dir, session)
-        self.weights: WeightSet | None = None
         self._changed_data: list[str] = []
         self._knows_under_way = True
 

@@ -21,7 +21,6 @@ from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.serve.address import FrontSettings, listen
 from jetrl.serve.engine_side import serve_engine
-from jetrl.serve.server import running_front
 from jetrl.serve.service import About
 
 POSITIONS = 768
@@ -61,6 +60,8 @@ def served(
     folder: Path, settings: FrontSettings | None = None, slow: float = 0.0, device: str = "cpu", **changes: Any
 ) -> Iterator[Served]:
     """A server; `slow`: seconds that each step takes longer. At its end no page may be lost."""
+    from jetrl.serve.server import running_front  # needs the extra serve
+
     engine, about, _ = served_model(str(folder), "tiny", "fp8", device, "", None, 0, 8, None)
     about = replace(about, **changes)
     if slow:

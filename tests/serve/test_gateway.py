@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import threading
 from typing import Any
+from urllib import error, request
 
 import pytest
 
-from jetrl.serve import relay
 from jetrl.serve.gateway import Episode, Gateway
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,4 +69,37 @@ def test_keys_are_of_one_session() -> None:
     assert [status for _, status, _ in gateway.told] == [401] * 4
     gateway.ask(one, 9, [user("a")], tools=[])
     assert gateway.told[-1][1] == 400 and "tools" in gateway.told[-1][2]["error"]["message"]
-    assert relay.MOST_BYTES >= 1 << 20
+
+
+def test_a_relay_passes_calls_on_and_tells_when_the_run_has_ended() -> None:
+    """By HTTP, and without an environment: errors of both sides, and a client that leaves."""
+    pytest.importorskip("starlette", reason="needs the extra serve")
+    from jetrl.serve.relay import MOST_BYTES
+
+    assert MOST_BYTES == 32 << 20  # as of `jetrl serve`, by the same function
+
+    gateway = Gateway()
+    episode = gateway.open()
+    answers: list[tuple[int, Any]] = []
+
+    def post(body: bytes, **headers: str) -> tuple[int, Any]:
+        asked = request.Request(f"{episode.url}/chat/completions", body, {
+            "content-type": "application/json", "authorization": f"Bearer {episode.key}", **headers,
+        })
+        try:
+            with request.urlopen(asked, timeout=50) as answer:
+                return answer.status, json.load(answer)
+        except error.HTTPError as failed:
+            return failed.code, json.load(failed)
+
+    try:
+        assert post(b"{")[0] == 400 and post(b"{}", **{"content-type": "text/plain"})[0] == 415
+        thread = threading.Thread(target=lambda: answers.append(post(json.dumps({"messages": [user("a")]}).encode())))
+        thread.start()
+        assert episode.asks.get(timeout=50) == [user("a")]
+        gateway.stop()
+        thread.join(50)
+        ((status, answer),) = answers
+        assert status == 503 and answer["error"]["code"] == "run_ended"
+    finally:
+        gateway.stop()

@@ -21,6 +21,7 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
     ("kernels.backends", "kernels.attention", "flash"),
     ("kernels.backends", "kernels.compiling", "recorded"),
     ("kernels.backends", "kernels.gemm", "deepgemm operands scaled_mm"),
+    ("environments", "chat", "tool_calls"),
     ("model", "huggingface", "export fetch hub"),
     ("parallel", "rollout", "queue"),
     ("precision", "precision.blocks", "attention block mlp moe"),
@@ -31,8 +32,8 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
     ("study", "jetrl_study",
      "added collect command conduct figures jobs pace page perturb plan rules state statistics "
      "svg timing"),
-    ("tasks", "chat", "messages prompts template template_child template_trial tokenizer"),
-    ("tasks", "environments", "calculator conversations environment retry tool_calls tool_schemas tools"),
+    ("tasks", "chat", "messages prompts template template_child template_trial tokenizer tool_calls"),
+    ("tasks", "environments", "calculator conversations environment retry tool_schemas tools"),
     ("tasks", "rewards", "group_scores gsm8k"),
     ("tasks", "user_code", "calls from_python importing neighbours time_limit"),
     ("train", "run", "checked_engine engines evaluation gather own_parts pin prepare preview setup sft stopping"),

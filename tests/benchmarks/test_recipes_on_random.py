@@ -58,7 +58,10 @@ def test_what_recipes_of_real_models_say_of_themselves() -> None:
     measured = {row["recipe"]: row for row in rows}
     several = {name for name, row in measured.items() if row.get("ranks", 1) > 1}
     published = {name for name in shipped() if name.startswith("grpo_")}
-    assert {name for name in shipped() if "qwen3" in name} - published == set(RECIPES) | several
+    with_adapters = {name for name in shipped() if name.endswith("_lora")}  # their memory is predicted (test_what_fits)
+    assert {name for name in shipped() if "qwen3" in name} - published - with_adapters == set(RECIPES) | several
+    for recipe in with_adapters:
+        assert "neither run nor measured on a GPU yet" in find_recipe(recipe).read_text()
     for recipe in published:  # of papers, and none was measured
         text = find_recipe(recipe).read_text()
         assert f"jetrl train {recipe}" in text and "NOT RUN TO ITS END" in text

@@ -104,8 +104,8 @@ def test_with_several_updates_the_learner_computes_the_old_log_probs_itself(
     logprob_pass, estimate = passes.logprob_pass, loop.estimate
     monkeypatch.setattr(passes, "logprob_pass", lambda *args: calls.append(1) or logprob_pass(*args))
 
-    def watched(*args: Any) -> Any:
-        result = estimate(*args)
+    def watched(*args: Any, **options: Any) -> Any:
+        result = estimate(*args, **options)
         filled.append(result[1])
         return result
 

@@ -592,10 +592,11 @@ print("done", result.step, result.finished)
 @pytest.mark.parametrize("ends", ["well", "fail"])
 def test_two_processes_of_torchrun(tmp_path: Path, ends: str) -> None:
     (tmp_path / "two.py").write_text(TWO)
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "two.py"), str(tmp_path), ends]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  # on a free port
     where = os.pathsep.join([str(Path.cwd()), str(Path.cwd() / "tests")])
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=120,
+        [sys.executable, *start, str(tmp_path / "two.py"), str(tmp_path), ends],
+        capture_output=True, text=True, check=False, timeout=120,
         env=os.environ | {"PYTHONPATH": where, "OMP_NUM_THREADS": "1"},
     )
     if ends == "well":

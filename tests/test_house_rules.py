@@ -99,7 +99,6 @@ REACHED_THROUGH = {
     "serve/http": "serve/front",
     "tasks/protocol": "tasks/task",
     "user_code/calls": "environments/conversations",
-    "user_code/time_limit": "chat/template_trial",
 }
 
 

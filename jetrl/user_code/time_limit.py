@@ -14,13 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PERIOD = 0.5  # seconds between two looks
-_NAME = "PyThreadState_SetAsyncExc"  # (thread, exception or NULL)
-_raise_in = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)((_NAME, ctypes.pythonapi))
-_clear_in = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)((_NAME, ctypes.pythonapi))
+_raise_in = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(
+    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)  # (thread, exception)
+)
 
 
 class TooSlow(Exception):
     """Code took longer than its limit."""
+
+
+class _Over(Exception):
+    """Takes the place of a `TooSlow` that was not raised yet."""
 
 
 class _Watch:
@@ -41,7 +45,7 @@ class _Watch:
     def end(self, thread: int) -> None:
         with self.lock:
             if self.deadlines.pop(thread, None) is None:  # it was late: what was not raised yet must not come later
-                _clear_in(thread, None)
+                _settle(thread)
 
     def look(self) -> None:
         while True:
@@ -51,6 +55,18 @@ class _Watch:
                 for thread in [thread for thread, deadline in self.deadlines.items() if deadline < now]:
                     del self.deadlines[thread]
                     _raise_in(thread, TooSlow)
+
+
+def _settle(thread: int) -> None:
+    """Leave nothing to be raised in this thread, the caller's. To set NULL would leave the interpreter's mark that
+    something is to be raised in some thread: all Python is slower then, and Python 3.11 hangs under a profiler, a
+    debugger or coverage. Raising something, and catching it, takes the mark away."""
+    try:
+        _raise_in(thread, _Over)
+        while True:  # it comes at the next jump
+            pass
+    except _Over:
+        pass
 
 
 _WATCH = _Watch()

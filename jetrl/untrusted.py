@@ -35,6 +35,11 @@ _NESTS = (dict, list, tuple)
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 
+def no_constant(name: str) -> Any:
+    """`parse_constant` of readers that refuse NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{name} is not JSON")
+
+
 def json_value(text: str | bytes, **options: Any) -> Any:
     """`json.loads`, with ValueError for whatever is no JSON, and for what is nested more than `MOST_DEPTH` deep: code
     that walks through it would fail with RecursionError."""

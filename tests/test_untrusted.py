@@ -162,8 +162,7 @@ def test_all_that_is_printed_is_printable() -> None:
 # Other calls of json.loads: what this very program, or another process of this run, has written.
 OWN_JSON = {
     "jetrl/untrusted.py", "jetrl/chat/template_child.py", "jetrl/parallel/watch.py", "jetrl/run/checkpoint/resume.py",
-    "jetrl/serve/gateway.py", "jetrl/serve/relay.py",
-    "jetrl/serve/engine_side.py", "jetrl/serve/link.py",  # what one process of the server sends the other
+    "jetrl/serve/pipe.py",  # what one process of the server sends the other
 }
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jetrl.untrusted import no_constant
+
 CallFormat = Literal["hermes", "llama3", "qwen3_coder"]
 
 
@@ -114,11 +116,7 @@ _READERS: Mapping[CallFormat, Callable[[str], Iterator[ToolCall]]] = {
 }
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=no_constant)
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int, str]:

@@ -6,7 +6,6 @@ full GPU) is told to all who wait, and the engine goes on; any other ends it, an
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from typing import Any
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.plan import NewTokens
 from jetrl.errors import UserError
+from jetrl.serve import pipe
 from jetrl.types import Completion, Request, SamplingParams
 
 BEAT = 1.0  # seconds between two signs of life of an idle engine
@@ -35,7 +35,7 @@ class _Side:
         ]
 
     def send(self, **message: Any) -> None:
-        self.connection.send_bytes(json.dumps(message).encode())
+        pipe.send(self.connection, message)
 
     def take(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
@@ -88,7 +88,7 @@ def serve_engine(
     try:
         while not stop():
             while connection.poll(0 if engine.has_work else beat / 2):
-                side.take(json.loads(connection.recv_bytes()))
+                side.take(pipe.receive(connection))
             if engine.has_work:
                 side.step()
             elif time.monotonic() - told > beat:

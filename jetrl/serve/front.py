@@ -25,7 +25,7 @@ from jetrl.chat.prompts import decoded
 from jetrl.errors import shown
 from jetrl.serve.address import FrontSettings, is_loopback
 from jetrl.serve.counts import Counts
-from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json
+from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json, serve_until
 from jetrl.serve.link import Flight, Link
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
@@ -346,27 +346,11 @@ def _event(data: dict[str, Any]) -> str:
 
 def run_front(listener: socket.socket, connection: Connection, about: About, settings: FrontSettings) -> None:
     """Serve until the engine's process closes the pipe. What a process of its own runs."""
-    import uvicorn
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's process' to answer: it closes the pipe
 
     async def serve() -> None:
         link = Link(connection, settings.max_requests)
-        config = uvicorn.Config(
-            Front(about, settings, link).app(), log_level="warning", access_log=False, timeout_graceful_shutdown=5,
-            server_header=False, lifespan="off",
-            timeout_keep_alive=60,
-        )
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-
-        async def follow() -> None:
-            await link.gone.wait()
-            server.should_exit = True
-
-        watch = asyncio.create_task(follow())
-        await server.serve(sockets=[listener])
-        watch.cancel()
+        await serve_until(link.gone, Front(about, settings, link).app(), listener, patience=5, timeout_keep_alive=60)
         link.close()
 
     asyncio.run(serve())

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import atexit
 import hmac
-import json
-import math
 import os
 import queue
 import secrets
@@ -28,9 +26,10 @@ from typing import Any
 import jetrl
 from jetrl.chat.fields import Message
 from jetrl.errors import shown
+from jetrl.serve import pipe
 from jetrl.serve.address import listen, require_extra
 from jetrl.serve.refusal import Refused
-from jetrl.serve.sessions import said_of
+from jetrl.serve.sessions import reward_of, said_of
 from jetrl.serve.wire import messages_of
 
 MODEL = "policy"  # the name of the model for programs
@@ -82,19 +81,12 @@ class Episode:
             if self._closed:
                 raise Refused("The conversation has ended.", 410, code="session_closed")
             if what == "reward":
-                self._take_reward(body.get("reward"))
+                self.reward = reward_of(body.get("reward"), self.reward)
             elif what == "completions":
                 self._take_chat(number, body)
                 return
         found = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "jetrl"}]}
         self.gateway.send(number, 200, found if what == "models" else {"reward": self.reward})
-
-    def _take_reward(self, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refused(f"reward = {shown(value, 60)}: send a finite number.", param="reward")
-        if self.reward is not None:
-            raise Refused("This session has a reward already.", 409, "reward", "second_reward")
-        self.reward = float(value)
 
     def _take_chat(self, number: int, body: Mapping[str, Any]) -> None:
         for key, value in body.items():
@@ -160,7 +152,7 @@ class Gateway:
         assert self._connection is not None
         with self._writing:
             try:
-                self._connection.send_bytes(json.dumps(message).encode())
+                pipe.send(self._connection, message)
             except OSError:
                 return  # the HTTP process has ended: the programs notice, and the next episode starts another
 
@@ -201,7 +193,7 @@ class Gateway:
     def _read(self, connection: Connection) -> None:
         try:
             while True:
-                self._take(json.loads(connection.recv_bytes()))
+                self._take(pipe.receive(connection))
         except (EOFError, OSError):
             return  # it has ended; the next episode starts another
 

@@ -1,9 +1,12 @@
-"""What both HTTP processes share: bodies within limits, errors in OpenAI's form."""
+"""What both HTTP processes share: bodies within limits, errors in OpenAI's form, how long they serve."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -51,6 +54,26 @@ async def disconnect(request: Request) -> None:
     """Returns when the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def serve_until(
+    gone: asyncio.Event, app: Starlette, listener: socket.socket, patience: int, **options: Any
+) -> None:
+    """Serve until `gone`, and for `patience` seconds more what is open then. `options` are uvicorn's."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience, server_header=False,
+        lifespan="off", **options,
+    ))
+
+    async def follow() -> None:
+        await gone.wait()
+        server.should_exit = True
+
+    watch = asyncio.create_task(follow())
+    await server.serve(sockets=[listener])
+    watch.cancel()
 
 
 async def http_error(request: Request, error: Exception) -> Response:

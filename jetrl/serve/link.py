@@ -1,13 +1,11 @@
 """The front's side of the pipe to the engine: requests in flight, what has come of each, and who waits for it.
 
-Messages are JSON in both directions, so that nothing that a broken-into front sends is run by the engine's process.
 Request ids name random streams: two equal ids are one request, and the second asker joins the first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import queue
 import threading
 import time
@@ -16,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jetrl.serve import pipe
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
 
@@ -98,14 +97,14 @@ class Link:
     def _write(self) -> None:
         try:
             while (message := self._out.get()) is not None:
-                self.connection.send_bytes(json.dumps(message).encode())
+                pipe.send(self.connection, message)
         except OSError:
             return  # the engine's process has ended: the reader sees that too, and tells all askers
 
     def _read(self) -> None:
         try:
             while self.connection.poll():
-                self._take(json.loads(self.connection.recv_bytes()))
+                self._take(pipe.receive(self.connection))
         except (EOFError, OSError):
             self._lost()
 

@@ -7,7 +7,6 @@ no conversation. It ends with the pipe.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import sys
 from multiprocessing.connection import Connection
@@ -18,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json
+from jetrl.serve import pipe
+from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json, serve_until
 from jetrl.serve.refusal import Refused
 
 MOST_BYTES = 32 << 20
@@ -74,14 +74,14 @@ class Relay:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            self.connection.send_bytes(json.dumps(message).encode())
+            pipe.send(self.connection, message)
         except OSError as error:
             raise Refused("The run has ended.", 503, code="run_ended") from error
 
     def _read(self) -> None:
         try:
             while self.connection.poll():
-                message = json.loads(self.connection.recv_bytes())
+                message = pipe.receive(self.connection)
                 if "stop" in message:
                     raise EOFError
                 answer = self.waiting.get(message["call"])
@@ -98,21 +98,8 @@ class Relay:
 
 async def serve(listener: socket.socket, connection: Connection) -> None:
     """Serve until the run closes the pipe."""
-    import uvicorn
-
     relay = Relay(connection)
-    server = uvicorn.Server(uvicorn.Config(
-        relay.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=2, server_header=False,
-        lifespan="off",
-    ))
-
-    async def follow() -> None:
-        await relay.gone.wait()
-        server.should_exit = True
-
-    watch = asyncio.create_task(follow())
-    await server.serve(sockets=[listener])
-    watch.cancel()
+    await serve_until(relay.gone, relay.app(), listener, patience=2)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import numpy as np
 
 from jetrl.arrays import log_probs, token_ids
 from jetrl.chat.fields import Message
+from jetrl.errors import shown
 from jetrl.serve.names import Names
 from jetrl.serve.refusal import Refused
 
@@ -133,12 +134,8 @@ class Session:
             self._known.setdefault(key, turn)  # of two answers with one text, the first goes on
 
     def set_reward(self, value: Any) -> None:
-        """The session's reward. Refused: a second one, and what is no finite number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refused("reward: send a finite number.", param="reward")
-        if self.reward is not None:
-            raise Refused(f"Session {self.id} has a reward already.", 409, "reward", "second_reward")
-        self.reward = float(value)
+        """The session's reward; see `reward_of`."""
+        self.reward = reward_of(value, self.reward)
 
     def rows(self) -> list[list[Segment]]:
         """The paths from roots to leaves; each drawn token is trained in one of them."""
@@ -166,6 +163,15 @@ class Session:
             "id": self.id, "reward": self.reward, "num_turns": len(self.turns), "num_forked": self.num_forked,
             "rows": [{"segments": [_segment(one) for one in row]} for row in self.rows()],
         }
+
+
+def reward_of(value: Any, before: float | None) -> float:
+    """A session's reward; `before`: the one that it has. Refused: a second one, and what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Refused(f"reward = {shown(value, 60)}: send a finite number.", param="reward")
+    if before is not None:
+        raise Refused("This session has a reward already.", 409, "reward", "second_reward")
+    return float(value)
 
 
 def _keys(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[bytes]:

@@ -16,7 +16,7 @@ from jetrl.chat.fields import message_of
 from jetrl.errors import UserError, shown
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
-from jetrl.untrusted import json_value
+from jetrl.untrusted import json_value, no_constant
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS = 128, 16, 256
 _SEEDS = 2**64 - 1
@@ -74,11 +74,8 @@ class Ask:
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """A JSON object. Refused: what is none, is nested without end, or holds NaN or Infinity, which JSON does not."""
-    def no_number(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
     try:
-        data = json_value(body, parse_constant=no_number)
+        data = json_value(body, parse_constant=no_constant)
     except ValueError as error:
         raise Refused(f"The body is not JSON: {error}.") from error
     if not isinstance(data, dict):

@@ -32,7 +32,6 @@ from jetrl.precision.picture.draw import flow_svg
 from jetrl.report.channel import Channel
 from jetrl.report.console import Display
 from jetrl.report.files import write_whole
-from jetrl.report.hints import NO_SIGNAL
 from jetrl.report.live import LiveReport
 from jetrl.report.recorder import (
     ENV_FILE,
@@ -47,13 +46,12 @@ from jetrl.report.recorder import (
 )
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
-from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
 from jetrl.run.checkpoint.base import stays
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
 from jetrl.run.gather import Gathered, evaluate, gather
-from jetrl.run.no_signal import without_gradient, without_signal
+from jetrl.run.no_signal import hints
 from jetrl.run.pin import Pin, pinned, pins_of, record
 from jetrl.run.prepare import epochs_told
 from jetrl.run.replay import keeping
@@ -62,14 +60,15 @@ from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
 from jetrl.tasks.gold import check_gold
 from jetrl.tasks.task import rows_of_epoch
+from jetrl.train.batches import PackedBatch
 from jetrl.train.calibration import Calibration
 from jetrl.train.digests import Digests
-from jetrl.train.noise import noise_metrics, noise_told
+from jetrl.train.noise import noise_metrics
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
 from jetrl.train.publish import FLIPPED, publish
 from jetrl.train.reduction import own_numbers
-from jetrl.train.step import update
+from jetrl.train.step import Tell, update
 from jetrl.train.trainer import Midway, NonFiniteError
 from jetrl.types import Group, StepReport
 from jetrl.user_code.from_python import NOTHING, FromPython
@@ -336,13 +335,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with saved_on_mistake(session, run_dir), stop.during("rollout"):
         gathered = gather(session, clock, step)
     with clock("pack"):
-        batches = pack(
-            gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
-            weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
-            updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
-            own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
-            max_off_policy_steps=config.most_behind,
-        )
+        batches = packed(session, gathered.learnt)
     if session.pending.beside.writes:
         with clock("checkpoint"):
             session.pending.beside.release()
@@ -350,21 +343,14 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("update", len(batches)):
         try:
             with saved_on_mistake(session, run_dir):
-                learnt, batches, advantage_stats = estimate(
-                    gathered.learnt, batches, session.learner, progress.reference, config, session.unified,
-                    teacher=session.teacher,
-                )
-                clip = Calibration(session.learner, config, progress.clip_bounds)
-                stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)
-                tell = partial(clock.display.hint, step)
-                seen = keeping.digests_of(config, batches)
-                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure, seen) | clip.metrics()
+                learnt, batches, advantage_stats = estimated(session, gathered.learnt, batches)
+                tell, seen = partial(clock.display.hint, step), keeping.digests_for(config)
+                clip, stats = updated(session, batches, step, seen, tell, noise=True)
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
         weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
-    progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
-    progress.clip_bounds, progress.under_way = clip.bounds, gathered.under_way
+    progress.after(step, weights.version, gathered.next_prompt, clip.bounds, gathered.under_way)
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -378,7 +364,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             metrics |= clock.take() | session.pending.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt, seen)
     clock.display.step({"step": step} | metrics)
-    _hint(clock, step, metrics, clip.config, without_signal(gathered.groups, learnt, config))
+    for what, detail in hints(metrics, clip.config, gathered.groups, learnt):
+        clock.display.hint(step, what, detail)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -388,16 +375,42 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     return Step(step, metrics, gathered, learnt)
 
 
-def _hint(clock: Clock, step: int, metrics: dict[str, float], config: Config, no_signal: str) -> None:
-    """What a step's metrics say that users should look at, on the console."""
-    if no_signal:
-        clock.display.hint(step, NO_SIGNAL, no_signal)
-    elif reason := without_gradient(metrics, config):
-        clock.display.hint(step, "nothing was learned", reason)
-    if noisy := noise_told(metrics, config):
-        clock.display.hint(step, "noise clips tokens", noisy)
-    if stale := ess_told(metrics):
-        clock.display.hint(step, OLD_WEIGHTS, stale)
+# A replay (`run/replay/rerun.py`) makes a step's updates with these three, too.
+
+
+def packed(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
+    """The micro-batches of a step that this rank holds."""
+    train, rl = session.config.train, session.config.rl
+    return pack(
+        groups, max_tokens_per_gpu=train.max_tokens_per_gpu, flow_digest=session.flow_digest,
+        weight_version=session.progress.weight_version, mask_truncated=rl.mask_truncated,
+        updates_per_step=rl.updates_per_step, share_prompts=train.share_prompts,
+        own=own_numbers(session.world.replicas, train.reduction, train.reduction_lanes),
+        max_off_policy_steps=session.config.most_behind,
+    )
+
+
+def estimated(
+    session: Session, groups: Sequence[Group], batches: Sequence[PackedBatch], given: bool = False
+) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
+    """`passes.estimate` with the session's models."""
+    return estimate(
+        groups, batches, session.learner, session.progress.reference, session.config, session.unified, given,
+        session.teacher,
+    )
+
+
+def updated(
+    session: Session, batches: list[PackedBatch], step: int, seen: Digests, tell: Tell | None = None,
+    noise: bool = False,
+) -> tuple[Calibration, dict[str, float]]:
+    """The updates of a step, up to the last publishing: the clip's calibration, and metrics (with `noise`, its too)."""
+    clip = Calibration(session.learner, session.config, session.progress.clip_bounds)
+    stats = noise_metrics(session.learner, batches, clip.config, step) if noise else {}
+    stats |= clip.begin(batches, step)
+    seen.add_batches(batches)
+    stats |= update(session.learner, batches, clip.config, step, tell, clip.measure, seen)
+    return clip, stats | clip.metrics()
 
 
 def epochs_read(session: Session) -> dict[str, float]:

@@ -1,18 +1,35 @@
-"""Why there is nothing to learn from a step, and what to do about it."""
+"""What users should know of a step: why there is nothing to learn from it, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jetrl.config import Config
+from jetrl.report.hints import NO_SIGNAL
 from jetrl.rl.own import is_own
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import differs, has_signal, in_loss
 from jetrl.rounding import ROUNDING, all_equal
+from jetrl.run.carried import OLD_WEIGHTS, ess_told
+from jetrl.train.noise import noise_told
 from jetrl.types import Group
 
 _LOOK = "Look at what the model writes: samples.jsonl, or `jetrl report`."
 _LONGER = "Raise rollout.max_response_length, or environment.max_turns."
+
+
+def hints(
+    metrics: dict[str, float], config: Config, groups: Sequence[Group], learnt: Sequence[Group]
+) -> Iterator[tuple[str, str]]:
+    """What a step's metrics say that users should look at, and in detail. Groups as in `without_signal`."""
+    if reason := without_signal(groups, learnt, config):
+        yield NO_SIGNAL, reason
+    elif reason := without_gradient(metrics, config):
+        yield "nothing was learned", reason
+    if noisy := noise_told(metrics, config):
+        yield "noise clips tokens", noisy
+    if stale := ess_told(metrics):
+        yield OLD_WEIGHTS, stale
 
 
 def no_signal_in(refill: Refill, config: Config) -> str:

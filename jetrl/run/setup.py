@@ -58,6 +58,14 @@ class Progress:
     reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty
     base: str | None = None  # digest of the frozen base of adapters
 
+    def after(
+        self, step: int, weight_version: int, num_prompts: int, clip_bounds: Bounds | None,
+        under_way: tuple[UnderWay, ...],
+    ) -> None:
+        """Step `step` is done."""
+        self.step, self.weight_version, self.num_prompts = step, weight_version, num_prompts
+        self.clip_bounds, self.under_way = clip_bounds, under_way
+
 
 @dataclass(slots=True)
 class Pending:

@@ -20,23 +20,21 @@ from jetrl.run.gather import Gathered
 from jetrl.run.replay.record import StepRecord, path_of, steps_of, write
 from jetrl.run.setup import Session
 from jetrl.spec import ModelSpec
-from jetrl.train.batches import PackedBatch
 from jetrl.train.digests import UNSEEN, Digests
 from jetrl.types import Group
 
 
-def digests_of(config: Config, batches: Sequence[PackedBatch]) -> Digests:
-    """What takes the digests of a step, with those of its batches; where no steps are kept, it takes none."""
-    seen = Digests() if config.checkpoint.replay_steps else UNSEEN
-    seen.add_batches(batches)
-    return seen
+def digests_for(config: Config) -> Digests:
+    """What takes the digests of a step; where no steps are kept, it takes none."""
+    return Digests() if config.checkpoint.replay_steps else UNSEEN
 
 
 def add_weights(seen: Digests, session: Session) -> None:
     """After the step's last publishing: what was published, masters and moments. Moments that live in host memory while
     the model is on a GPU are left out, as reading them would take longer than the update."""
-    seen.add_parts("masters", {k: v for k, v in _parts(session).items() if not _is_moment(k)}, session.world)
-    seen.add_parts("moments", {k: v for k, v in _parts(session).items() if _is_moment(k)}, session.world)
+    parts = _parts(session)
+    for kind, moments in (("masters", False), ("moments", True)):
+        seen.add_parts(kind, {k: v for k, v in parts.items() if _is_moment(k) is moments}, session.world)
     codes = {}
     for name, tensor in published(session.model).items():
         codes[name] = Part(tensor.values, tuple(tensor.values.shape), 0)

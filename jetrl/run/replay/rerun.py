@@ -18,18 +18,15 @@ from jetrl.config.load import quiet
 from jetrl.errors import UserError
 from jetrl.report.recorder import CONFIG_FILE
 from jetrl.rl.own import is_own
+from jetrl.run import loop
 from jetrl.run.checkpoint import checkpoint, state
 from jetrl.run.checkpoint.base import stays
 from jetrl.run.gather import gather
 from jetrl.run.replay import keeping, record
 from jetrl.run.replay.record import StepRecord
 from jetrl.run.setup import Session, build, reference_of
-from jetrl.train.calibration import Calibration
 from jetrl.train.digests import UNSEEN, Digests
-from jetrl.train.packing import pack
-from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
-from jetrl.train.step import update
 from jetrl.types import Group, StepReport
 from jetrl.untrusted import inside
 
@@ -221,24 +218,11 @@ def learn(
 ) -> list[Group]:
     """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
     the groups with their advantages. `recorded`: they have them, and a function of the user's is not asked again."""
-    config, progress = session.config, session.progress
-    batches = pack(
-        groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
-        weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
-        updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
-        max_off_policy_steps=config.most_behind,
-    )
-    learnt, batches, _ = estimate(
-        groups, batches, session.learner, progress.reference, config, session.unified,
-        given=recorded and is_own(config.rl.adv_estimator), teacher=session.teacher,
-    )
-    clip = Calibration(session.learner, config, progress.clip_bounds)
-    clip.begin(batches, step)
-    seen.add_batches(batches)
-    update(session.learner, batches, clip.config, step, None, clip.measure, seen)
-    publish(session.model, progress.weight_version + 1, session.flow_digest)
-    progress.step, progress.weight_version, progress.num_prompts = step, progress.weight_version + 1, next_prompt
-    progress.clip_bounds = clip.bounds
+    progress, given = session.progress, recorded and is_own(session.config.rl.adv_estimator)
+    learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), given)
+    clip, _ = loop.updated(session, batches, step, seen)
+    weights = publish(session.model, progress.weight_version + 1, session.flow_digest)
+    progress.after(step, weights.version, next_prompt, clip.bounds, progress.under_way)
     return learnt
 
 

@@ -19,7 +19,7 @@ from jetrl import __version__
 from jetrl.errors import UserError, of_system, status_of
 from jetrl.process_exit import ctrl_c_is_reported, ends_in_time
 from jetrl.report.console import Output
-from jetrl.report.text import wrapped
+from jetrl.report.text import narrator, wrapped
 from jetrl.run.replay import command as replay_command
 from jetrl.untrusted import guard_terminal, printable
 
@@ -290,7 +290,7 @@ def parity(
     from jetrl.parity.show import print_certificate
 
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
-    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
+    quiet = narrator(out, as_json)
     certificate, formats = certified(
         world, lambda: subject_of(model, precision, device, kv_cache, revision, overrides or []), work_on, update, quiet
     )

@@ -189,7 +189,7 @@ class CheckpointConfig(Section):
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
     replay_steps: Annotated[int, NoBits(), Since("0.3.0", 0)] = Field(
         default=100, ge=0, description="Newest steps whose tokens, log-probs and digests are kept for `jetrl replay` "
-        "(docs/REPLAY.md). 0: none.")
+        "and `jetrl bisect` (docs/REPLAY.md). 0: none.")
     allow_changed_data: bool = Field(
         default=False, description="Resume even if a local data file or the tokenizer has changed.")
 

@@ -155,7 +155,8 @@ class PagedEngine(Engine):
             check_params(request.sampling)
             check_vocabulary(request, self.model.spec.vocab_size)
         for one in unfinished:
-            check_vocabulary(replace(one.request, tokens=tuple(one.tokens.tolist())), self.model.spec.vocab_size)
+            if len(one.tokens):
+                check_vocabulary(replace(one.request, tokens=tuple(one.tokens.tolist())), self.model.spec.vocab_size)
         if not requests:
             return
         scheduler, begins = self._scheduler, self._began is None

@@ -14,7 +14,7 @@ from jetrl.parity.depth import DepthWork, depths_of
 from jetrl.parity.depth_picture import depth_lines, depth_svg
 from jetrl.parity.model_under_test import subject_of, told_if_not_finite
 from jetrl.report.files import write_whole
-from jetrl.report.text import wrapped
+from jetrl.report.text import narrator, wrapped
 
 _PICTURE = Path("parity-depth.svg")
 
@@ -35,7 +35,7 @@ def measured(
     torch.use_deterministic_algorithms(True)  # as runs do
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     subject = subject_of(*named)
-    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
+    quiet = narrator(out, as_json)
     with told_if_not_finite(subject.name):
         results = depths_of(subject, DepthWork(depth, turns), beside, quiet)
     held = [result.to_json() for result in results]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
+
+from rich.console import Console
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
+
+
+def narrator(console: Console, quiet: bool) -> Callable[[str], None]:
+    """Prints what a command is doing, a line each; nothing with `quiet`, where only JSON is wanted."""
+    return (lambda text: None) if quiet else lambda text: console.print(wrapped(f"... {text}"), style="dim")
 
 
 def counted(n: float, what: str) -> str:

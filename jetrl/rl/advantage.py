@@ -108,8 +108,8 @@ def advantages(
     stats = {"reward/kl_penalty_mean": mean(paid)} if paid else {}
     numbers = iter(result)
     filled = [replace(g, advantages=tuple(next(numbers) for _ in g.trajectories)) for g in groups]
-    _check_float32("an advantage", result)
-    _check_float32("a critic's target", returns or ())
+    check_float32("an advantage", result)
+    check_float32("a critic's target", returns or ())
     return filled, stats, returns
 
 
@@ -310,13 +310,16 @@ def _spread(values: Iterable[T], items: Sequence[_Item]) -> list[T | None]:
     return [next(rest) if item.in_loss else None for item in items]
 
 
-def _check_float32(what: str, values: Iterable[Advantage | Column | None]) -> None:
+def check_float32(
+    what: str, values: Iterable[Advantage | Column | None],
+    cure: str = "Lower what multiplies the reward: task.reward_weights, rl.kl_coef, rl.overlong_penalty_factor.",
+) -> None:
     """UserError for a number that a micro-batch cannot hold."""
     largest = max((float(np.abs(one).max(initial=0.0)) for one in values if one is not None), default=0.0)
     if not largest <= own.MAX_ADVANTAGE:
         raise UserError(
             f"{what} is {largest:g}; the loss holds it in float32, which has no number beyond {own.MAX_ADVANTAGE:g}. "
-            "Lower what multiplies the reward: task.reward_weights, rl.kl_coef, rl.overlong_penalty_factor."
+            f"{cure}"
         )
 
 

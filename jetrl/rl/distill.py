@@ -22,8 +22,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from jetrl.errors import UserError
-from jetrl.rl.own import MAX_ADVANTAGE
+from jetrl.rl.advantage import check_float32
 from jetrl.types import Advantage, Group
 
 Column = NDArray[np.float64]  # [P]: of the policy tokens of a trajectory
@@ -59,9 +58,5 @@ def _added(advantage: Advantage | None, kl: Column | None, weight: float) -> Adv
         return None
     of_rewards = advantage if isinstance(advantage, tuple) else (advantage,) * len(kl)
     found = tuple(a - weight * k for a, k in zip(of_rewards, kl.tolist(), strict=True))
-    if not max(map(abs, found), default=0.0) <= MAX_ADVANTAGE:
-        raise UserError(
-            f"an advantage with the teacher's part is {max(map(abs, found)):g}; the loss holds it in float32, which "
-            f"has no number beyond {MAX_ADVANTAGE:g}. Lower teacher.weight = {weight:g}."
-        )
+    check_float32("an advantage with the teacher's part", [found], f"Lower teacher.weight = {weight:g}.")
     return found

@@ -25,9 +25,10 @@ from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
 from jetrl.parallel.agreement import MISTAKES, agree
 from jetrl.parallel.world import ALONE, World
-from jetrl.rollout.requests import RolloutRequest
+from jetrl.rollout.requests import RolloutRequest, without_tokens
 from jetrl.types import (
     Completion,
+    EndReason,
     Engine,
     Group,
     Prompt,
@@ -88,10 +89,7 @@ def begin(prompts: Sequence[Prompt], asked: RolloutRequest) -> list[UnderWay]:
     without tokens."""
     for prompt in prompts:
         if not prompt.tokens:
-            raise UserError(
-                f"Problem {prompt.problem.id}: the prompt {prompt.problem.prompt_text!r} has no tokens. Remove it or "
-                "write a prompt."
-            )
+            raise without_tokens(prompt.problem, prompt.problem.prompt_text)
     return [
         UnderWay(prompt, tuple(
             Unfinished(Request(asked.first_id + place * asked.count + i, prompt.tokens, asked.sampling))
@@ -322,11 +320,14 @@ def spans_of(completion: Completion) -> Spans:
 
 def trajectory_of(prompt: Prompt, completion: Completion) -> Trajectory:
     """A prompt with its answer, as `roll_out` makes it."""
-    first = Segment("environment", token_ids(prompt.tokens), prompt.problem.prompt_text, opened=prompt.opened)
     answer = Segment("policy", completion.tokens, completion.text, completion.logprobs, spans=spans_of(completion))
-    return Trajectory(
-        (first, answer), completion.finish_reason, completion.flow_digest, request_id=completion.request_id
-    )
+    return answered(prompt, answer, completion.finish_reason, completion.flow_digest, completion.request_id)
+
+
+def answered(prompt: Prompt, answer: Segment, end: EndReason, flow_digest: str, request_id: int) -> Trajectory:
+    """A prompt with one turn of the policy."""
+    first = Segment("environment", token_ids(prompt.tokens), prompt.problem.prompt_text, opened=prompt.opened)
+    return Trajectory((first, answer), end, flow_digest, request_id=request_id)
 
 
 def _not_ended(request: Request, completion: Completion) -> Unfinished:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jetrl.config import Config
-from jetrl.types import SamplingParams
+from jetrl.errors import UserError
+from jetrl.types import Problem, SamplingParams
 
 STEP_STRIDE = 1 << 24  # request ids of a step: step * stride + number; evaluations use step 0 and steps are 1-based
 
@@ -23,6 +24,11 @@ class RolloutRequest:
     first_id: int
     max_turns: int = 1
     max_turn_tokens: int | None = None
+
+
+def without_tokens(problem: Problem, text: str) -> UserError:
+    """Why a problem whose prompt is `text` has no answers."""
+    return UserError(f"Problem {problem.id}: the prompt {text!r} has no tokens. Remove it or write a prompt.")
 
 
 def train_asked(config: Config, step: int, first_number: int = 0) -> RolloutRequest:

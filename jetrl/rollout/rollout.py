@@ -18,7 +18,7 @@ from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
 from jetrl.parallel.agreement import MISTAKES, agree
 from jetrl.rollout.queue import Abandoned, Everything, Queues, Source
-from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest, without_tokens
 from jetrl.types import (
     Completion,
     Conversations,
@@ -325,10 +325,7 @@ class _Driver:
             return reply.failure
         if not one.num_turns:
             if not reply.done and not reply.tokens:
-                raise UserError(
-                    f"Problem {one.prompt.problem.id}: the prompt {reply.text!r} has no tokens. Remove it or write a "
-                    "prompt."
-                )
+                raise without_tokens(one.prompt.problem, reply.text)
             return "error" if reply.done else None
         if reply.done:
             return "stop"

@@ -15,7 +15,7 @@ from jetrl.arrays import log_probs, token_ids
 from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
 from jetrl.huggingface.write import sync
-from jetrl.rollout.carry import UnderWay
+from jetrl.rollout.carry import UnderWay, answered
 from jetrl.rollout.requests import train_asked
 from jetrl.run.checkpoint import checkpoint
 from jetrl.run.setup import Session
@@ -78,7 +78,6 @@ def _groups(table: Table, tokens: np.ndarray, logprobs: np.ndarray, session: Ses
     groups = []
     for entry in table:
         (prompt,) = sample(session.task, session.tokenizer, entry["prompt"], 1, config)
-        opening = Segment("environment", token_ids(prompt.tokens), prompt.problem.prompt_text, opened=prompt.opened)
         answers: list[Unfinished | Trajectory] = []
         for row in entry["answers"]:
             end = at + row["tokens"]
@@ -88,7 +87,7 @@ def _groups(table: Table, tokens: np.ndarray, logprobs: np.ndarray, session: Ses
                 answers.append(Unfinished(Request(row["id"], prompt.tokens, sampling), *own, spans))
             else:
                 answer = Segment("policy", own[0], row["text"], own[1], spans=spans)
-                answers.append(Trajectory((opening, answer), row["end"], row["flow"], request_id=row["id"]))
+                answers.append(answered(prompt, answer, row["end"], row["flow"], row["id"]))
         groups.append(UnderWay(prompt, tuple(answers)))
     if at != len(tokens) or at != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs, and the table has {at}")

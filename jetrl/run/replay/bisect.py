@@ -260,7 +260,7 @@ def _sequence(span: Span) -> Piece:
         if rerun.session.model.head_weight.device.type != "cpu":
             return
         with trace.within("sampler"):
-            tokens, logprobs = draw(rerun, span)
+            ((tokens, logprobs),) = draw(rerun, [span])
             count = span.end - span.start
             trace.add("tokens", torch.from_numpy(tokens[:count].copy()))
             trace.add("log-probs", torch.from_numpy(logprobs[:count].copy()))

@@ -205,32 +205,27 @@ def learners_logprobs(rerun: Rerun, spans: Sequence[Span]) -> list[np.ndarray]:
 
 def _draws(rerun: Rerun, spans: Sequence[Span], compared: _Compared) -> None:
     """Turns of a trajectory share a request id, so they are drawn one after the other."""
-    engine = rerun.session.engine
     waiting = list(spans)
     while waiting:
         now: dict[int, Span] = {}
         for span in waiting:
             now.setdefault(_id_of(span), span)
         waiting = [span for span in waiting if now[_id_of(span)] is not span]
-        engine.add([
-            Request(number, tuple(span.prefix(span.start).tolist()), _sampling(rerun, span))
-            for number, span in now.items()
-        ])
-        while engine.has_work:
-            engine.step()
-        found = {completion.request_id: completion for completion in engine.collect()}
-        for number, span in now.items():
-            compared.add(span, found[number].tokens, found[number].logprobs)
+        own = list(now.values())
+        for span, (tokens, logprobs) in zip(own, draw(rerun, own), strict=True):
+            compared.add(span, tokens, logprobs)
 
 
-def draw(rerun: Rerun, span: Span) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of one span drawn again, with their log-probs."""
-    engine, number = rerun.session.engine, _id_of(span)
-    engine.add([Request(number, tuple(span.prefix(span.start).tolist()), _sampling(rerun, span))])
+def draw(rerun: Rerun, spans: Sequence[Span]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of spans of different trajectories drawn again, with their log-probs."""
+    engine = rerun.session.engine
+    engine.add([
+        Request(_id_of(span), tuple(span.prefix(span.start).tolist()), _sampling(rerun, span)) for span in spans
+    ])
     while engine.has_work:
         engine.step()
-    (completion,) = engine.collect()
-    return completion.tokens, completion.logprobs
+    found = {completion.request_id: completion for completion in engine.collect()}
+    return [(found[_id_of(span)].tokens, found[_id_of(span)].logprobs) for span in spans]
 
 
 def _id_of(span: Span) -> int:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from jetrl.report.text import wrapped
+from jetrl.report.text import narrator
 
 Question = Callable[[bool], Callable[[str], bool] | None]
 
 
 def add_to(app: typer.Typer, out: Console, question: Question) -> None:
     """Add both commands. `question`: what asks the user of a run of one process; None where nobody can answer."""
+
+    def end(found: Any, as_json: bool, to_json: Callable[[Any], Any], show: Callable[[Any, Console], None]) -> NoReturn:
+        if as_json:
+            typer.echo(json.dumps(to_json(found), indent=1))
+        else:
+            show(found, out)
+        raise SystemExit(0 if found.same else 1)
 
     @app.command()
     def replay(
@@ -34,13 +41,8 @@ def add_to(app: typer.Typer, out: Console, question: Question) -> None:
         from jetrl.run.replay.rerun import config_of
 
         trust.require(run, config_of(run), [], trusted, question(True), takes_recipe=False)
-        quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
-        found = checks.replay(run, show.newest(run) if step is None else step, what, quiet)
-        if as_json:
-            typer.echo(json.dumps(show.to_json(found), indent=1))
-        else:
-            show.show(found, out)
-        raise SystemExit(0 if found.same else 1)
+        found = checks.replay(run, show.newest(run) if step is None else step, what, narrator(out, as_json))
+        end(found, as_json, show.to_json, show.show)
 
     @app.command("bisect")
     def bisect_runs(
@@ -58,10 +60,5 @@ def add_to(app: typer.Typer, out: Console, question: Question) -> None:
 
         for run in (a, b):
             trust.require(run, config_of(run), [], trusted, question(True), takes_recipe=False)
-        quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
-        found = bisect.bisect(a, b, quiet)
-        if as_json:
-            typer.echo(json.dumps(show.to_json(found), indent=1))
-        else:
-            show.show_bisected(found, out)
-        raise SystemExit(0 if found.same else 1)
+        found = bisect.bisect(a, b, narrator(out, as_json))
+        end(found, as_json, show.to_json, show.show_bisected)

@@ -6,7 +6,8 @@
     python benchmarks/bench_serve.py agents --tiny             # both on a CPU, to try the program
 
 `http`: the whole server but for the model. The client is one process (`http_load.py`), on the same cores; prompts have
-`--prompt` tokens, and answers `--new` with their log-probs. `agents`: conversations of `--turns` turns of `--prompt` new
+`--prompt` tokens, and answers `--new` with their log-probs; columns `front ms` to `client ms` are CPU time a request of
+each process (where other programs have the cores, these say more than requests per second). `agents`: conversations of `--turns` turns of `--prompt` new
 and `--new` drawn tokens (`agents_load.py`), over HTTP and, in the same process and with the same engine, without it:
 there each turn goes on in the pages that were kept for its conversation, as in a rollout. Rounds take turns. `vllm`
 starts vLLM's server from `--peer-path` (folders for PYTHONPATH) in a process of its own, with prefix caching, and runs
@@ -46,7 +47,7 @@ from jetrl.huggingface.config import hf_config
 from jetrl.precision.flow import flow_digest
 from jetrl.serve.address import FrontSettings, listen
 from jetrl.serve.engine_side import serve_engine
-from jetrl.serve.server import running_front
+from jetrl.serve.server import Running, running_front
 from jetrl.serve.service import About
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.types import Completion, Request, SamplingParams, StepReport, WeightSet
@@ -74,15 +75,15 @@ def words_tokenizer(folder: Path, vocab_size: int) -> Any:
 
 
 @contextmanager
-def over_http(engine: Any, about: About, most: int) -> Iterator[str]:
-    """The server over an engine that another thread steps; its address."""
+def over_http(engine: Any, about: About, most: int = 4096) -> Iterator[Running]:
+    """The server over an engine that another thread steps."""
     stop = threading.Event()
     with running_front(listen("127.0.0.1", 0), about, FrontSettings(max_requests=most)) as front:
         thread = threading.Thread(target=serve_engine, args=(engine, front.connection, stop.is_set, 0.1))
         thread.start()
         try:
             wait_for(f"{front.url}/health", 120, thread.is_alive)
-            yield front.url
+            yield front
         finally:
             stop.set()
             thread.join()
@@ -99,6 +100,12 @@ def wait_for(url: str, limit: float, alive: Any) -> None:
         except OSError:
             time.sleep(0.2)
     raise RuntimeError(f"{url} did not answer within {limit:g} s")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- http -----------------------------------------------------------------------------------------------------------
@@ -175,18 +182,22 @@ def http(args: argparse.Namespace) -> None:
             file = folder / f"{kind}.jsonl"
             file.write_text("\n".join(json.dumps(body) for body in bodies))
             loads[kind] = path, file
-        with over_http(Instant(about, args.new), about, 4096) as url:
+        with over_http(Instant(about, args.new), about) as front:
             for i in range(args.rounds):
                 for kind, (path, file) in loads.items():
+                    before = cpu_seconds(front.process.pid), time.process_time()
                     text = subprocess.run(
-                        [sys.executable, Path(__file__).with_name("http_load.py"), url, file, "--path", path,
+                        [sys.executable, Path(__file__).with_name("http_load.py"), front.url, file, "--path", path,
                          f"--seconds={args.seconds}", f"--connections={args.connections}", f"--expect={args.new}"],
                         check=True, stdout=subprocess.PIPE, text=True,
                     ).stdout
-                    rows.append({"kind": kind, "prompt": args.prompt, "new": args.new, "round": i} | json.loads(text))
-                    rows[-1]["cores"] = os.cpu_count()
+                    row = {"kind": kind, "prompt": args.prompt, "new": args.new, "round": i} | json.loads(text)
+                    spent = cpu_seconds(front.process.pid) - before[0], time.process_time() - before[1]
+                    for who, seconds in zip(("front", "engine", "client"), (*spent, row.pop("client cpu s")), strict=True):
+                        row[f"{who} ms"] = seconds / row["requests"] * 1e3
+                    rows.append(row | {"cores": os.cpu_count()})
                     save("serve_http", rows, args.out)
-    print(table(rows, ["kind", "prompt", "new", "round", "requests/s", "p50 ms", "p95 ms", "client cpu s"]))
+    print(table(rows, ["kind", "round", "requests/s", "p50 ms", "p95 ms", "front ms", "engine ms", "client ms"]))
     for kind in args.kinds:
         found = [row["requests/s"] for row in rows if row["kind"] == kind]
         print(f"{kind}: {median(found):.0f} requests/s ({min(found):.0f} to {max(found):.0f})")
@@ -276,15 +287,15 @@ def agents(args: argparse.Namespace) -> None:
         since = time.monotonic()
         for load in loads:
             in_process(engine, warm(load))
-        with over_http(engine, about, 4096) as url:
-            agents_load.run(url, MODEL, warm(loads[0]), args.processes)
+        with over_http(engine, about) as front:
+            agents_load.run(front.url, MODEL, warm(loads[0]), args.processes)
         print(f"warm after {time.monotonic() - since:.0f} s", flush=True)
         for i in range(args.rounds):
             for load in loads:
                 load = replace(load, seed=i)
                 rows.append(row_of("in process", args, in_process(engine, load), load, i) | computed(engine))
-                with over_http(engine, about, 4096) as url:
-                    times = agents_load.run(url, MODEL, load, args.processes)
+                with over_http(engine, about) as front:
+                    times = agents_load.run(front.url, MODEL, load, args.processes)
                 rows.append(row_of("jetrl serve", args, times, load, i) | computed(engine))
                 print(table(rows[-2:], COLUMNS), flush=True)
                 save(args.name or "serve_agents", rows, args.out)

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -40,6 +41,15 @@ def key_of(request: Request) -> str:
     """The key that a client sends; "" for none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+class Answer(Response):
+    """JSON, quickly: an answer has thousands of numbers."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
 
 
 def refusal(error: Refused) -> JSONResponse:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from jetrl.serve import pipe
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
@@ -74,7 +76,10 @@ class Link:
             flight = self.flights.get(id)
             if flight is None:
                 flight = self.flights[id] = Flight(id)
-                self._out.put({"add": id, "tokens": tokens, "sampling": asdict(sampling), "stream": stream})
+                self._out.put({
+                    "add": id, "tokens": np.array(tokens, dtype=np.int32), "sampling": asdict(sampling),
+                    "stream": stream,
+                })
             flight.wake.append(wake)
             found.append(flight)
         return found
@@ -126,13 +131,14 @@ class Link:
         for id, start, tokens, logprobs in message.get("news", ()):
             flight = self.flights.get(id)
             if flight is not None and start == len(flight.tokens):
-                flight.tokens += tokens
-                flight.logprobs += logprobs
+                flight.tokens += tokens.tolist()
+                flight.logprobs += logprobs.tolist()
                 flight._changed()
         for done in message.get("done", ()):
             flight = self.flights.pop(done["id"], None)
             if flight is not None:
-                flight.tokens, flight.logprobs, flight.done = done["tokens"], done["logprobs"], done
+                flight.tokens, flight.logprobs = done["tokens"].tolist(), done["logprobs"].tolist()
+                flight.done = done
                 flight._changed()
         if (refused := message.get("refused")) is not None:
             self._fail([refused["id"]], Refused(refused["message"]))

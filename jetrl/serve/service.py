@@ -71,6 +71,7 @@ class Service:
 
     def __init__(self, about: About) -> None:
         self.about, self.names, self.form = about, Names(), form_of(about.tokenizer)
+        self._texts: dict[int, tuple[str, list[int] | None]] = {}
 
     def prompts(self, ask: Ask, session: Session | None = None) -> list[tuple[Turn | None, tuple[int, ...]]]:
         """The prompts as token ids, each with the turn of the session that it goes on from."""
@@ -221,20 +222,25 @@ class Service:
         self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[float], kind: str
     ) -> dict[str, Any]:
         """Log-probs at the sampling temperature; JSON's digits give back the FP32 bits."""
-        tokenizer = self.about.tokenizer
-        names = [f"token_id:{t}" if ask.tokens_as_ids else decoded(tokenizer, [t]) for t in tokens]
+        if ask.tokens_as_ids:
+            texts: list[tuple[str, list[int] | None]] = [(f"token_id:{token}", None) for token in tokens]
+        else:
+            texts = [self._texts.get(token) or self._text_of(token) for token in tokens]
         if kind == "completion":
             return {
-                "tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None,
+                "tokens": [name for name, _ in texts], "token_logprobs": list(logprobs), "top_logprobs": None,
                 "text_offset": None, "token_ids": list(tokens),
             }
         return {"content": [
-            {
-                "token": name, "token_id": token, "logprob": logprob, "top_logprobs": [],
-                "bytes": None if ask.tokens_as_ids or "\ufffd" in name else list(name.encode()),
-            }
-            for name, token, logprob in zip(names, tokens, logprobs, strict=True)
+            {"token": name, "token_id": token, "logprob": logprob, "top_logprobs": [], "bytes": letters}
+            for (name, letters), token, logprob in zip(texts, tokens, logprobs, strict=True)
         ], "refusal": None}
+
+    def _text_of(self, token: int) -> tuple[str, list[int] | None]:
+        """The text of one token, and its bytes; None where these are part of a character. Each is made once."""
+        name = decoded(self.about.tokenizer, [token])
+        found = self._texts[token] = name, None if "\ufffd" in name else list(name.encode())
+        return found
 
     # ---- streams ----------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@
 
 `http`: the whole server but for the model. The client is one process (`http_load.py`), on the same cores; prompts have
 `--prompt` tokens, and answers `--new` with their log-probs; columns `front ms` to `client ms` are CPU time a request of
-each process (where other programs have the cores, these say more than requests per second). `agents`: conversations of `--turns` turns of `--prompt` new
-and `--new` drawn tokens (`agents_load.py`), over HTTP and, in the same process and with the same engine, without it:
-there each turn goes on in the pages that were kept for its conversation, as in a rollout. Rounds take turns. `vllm`
-starts vLLM's server from `--peer-path` (folders for PYTHONPATH) in a process of its own, with prefix caching, and runs
-the same load; compare it with `agents` on the same machine. Writes `results/serve_PART.json` as rows come.
+each process (where other programs have the cores, these say more than requests per second). `agents`: conversations of
+`--turns` turns of `--prompt` new and `--new` drawn tokens (`agents_load.py`), over HTTP and, in the same process and
+with the same engine, without it: there each turn goes on in the pages that were kept for its conversation, as in a
+rollout. Rounds take turns; `computed tokens` counts from when the engine was last idle. `vllm` starts vLLM's server
+from `--peer-path` (folders for PYTHONPATH) in a process of its own, with prefix caching, and runs the same load;
+compare it with `agents` on the same machine. Writes `results/serve_PART.json` as rows come.
 """
 
 from __future__ import annotations
@@ -193,8 +194,8 @@ def http(args: argparse.Namespace) -> None:
                     ).stdout
                     row = {"kind": kind, "prompt": args.prompt, "new": args.new, "round": i} | json.loads(text)
                     spent = cpu_seconds(front.process.pid) - before[0], time.process_time() - before[1]
-                    for who, seconds in zip(("front", "engine", "client"), (*spent, row.pop("client cpu s")), strict=True):
-                        row[f"{who} ms"] = seconds / row["requests"] * 1e3
+                    parts = {"front": spent[0], "engine": spent[1], "client": row.pop("client cpu s")}
+                    row |= {f"{who} ms": seconds / row["requests"] * 1e3 for who, seconds in parts.items()}
                     rows.append(row | {"cores": os.cpu_count()})
                     save("serve_http", rows, args.out)
     print(table(rows, ["kind", "round", "requests/s", "p50 ms", "p95 ms", "front ms", "engine ms", "client ms"]))
@@ -332,7 +333,8 @@ def vllm_command(args: argparse.Namespace, folder: Path, port: int) -> list[str]
     most, longest = max(args.agents), args.turns * (args.prompt + args.new)
     sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most})
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", MODEL,
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+        "--served-model-name", MODEL,
         "--load-format", "dummy", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", str(longest + 16), "--max-num-seqs", str(most), "--gpu-memory-utilization", "0.9",
         "--enable-prefix-caching", "--kv-cache-dtype", "fp8" if args.kv == "fp8" else "auto",
@@ -422,7 +424,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU")
     parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM's process")
-    parser.add_argument("--peer-args", default="", help="further arguments of vLLM's server, e.g. '--stream-interval 8'")
+    parser.add_argument("--peer-args", default="", help="further arguments of vLLM's server, as '--stream-interval 8'")
     parser.add_argument("--peer-warmup", default="relax", help="VLLM_DEEP_GEMM_WARMUP")
     parser.add_argument("--peer-cache", default="/tmp/vllm_cache")
     parser.add_argument("--peer-limit", type=float, default=300.0, help="seconds until vLLM's server must answer")

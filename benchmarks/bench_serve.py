@@ -39,6 +39,7 @@ import torch
 from agents_load import Load, Times, times_of
 from common import RESULTS, median, require_gpu, save, saved_rows, table
 from stand_ins import gsm8k_rows, write_tokenizer
+from vllm_kernels import compile_all
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
@@ -388,6 +389,9 @@ def vllm(args: argparse.Namespace) -> None:
             }
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         since = time.monotonic()
+        sizes = sorted({*range(8, 257, 8), *range(64, 8193, 64)})
+        failed = compile_all(spec, sizes, vllm_env(args)) if args.precision == "fp8" else 0
+        print(f"kernels after {time.monotonic() - since:.0f} s ({failed} processes failed)", flush=True)
         with vllm_server(args, folder) as url:
             for load in loads:
                 agents_load.run(url, MODEL, warm(load), args.processes)

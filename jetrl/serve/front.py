@@ -15,7 +15,6 @@ from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -26,7 +25,17 @@ from jetrl.chat.prompts import decoded
 from jetrl.errors import shown
 from jetrl.serve.address import FrontSettings, is_loopback
 from jetrl.serve.counts import Counts
-from jetrl.serve.http import HANDLERS, Answer, body_of, disconnect, key_of, refusal, require_json, serve_until
+from jetrl.serve.http import (
+    HANDLERS,
+    Answer,
+    body_of,
+    compact_json,
+    disconnect,
+    key_of,
+    refusal,
+    require_json,
+    serve_until,
+)
 from jetrl.serve.link import Flight, Link
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
@@ -231,7 +240,7 @@ class _Job:
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
-        wanted = [(choice.id, choice.prompt, choice.sampling) for choice in self.choices]
+        wanted = [(choice.id, choice.row, choice.sampling) for choice in self.choices]
         try:
             flights = self.front.link.submit(wanted, self.ask.stream, self.wake)
         except Refused:
@@ -343,7 +352,7 @@ class _Stream(StreamingResponse):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    return b"data: " + compact_json(data) + b"\n\n"
 
 
 def run_front(listener: socket.socket, connection: Connection, about: About, settings: FrontSettings) -> None:

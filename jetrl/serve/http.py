@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -43,13 +43,24 @@ def key_of(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def slow_json(content: Any) -> bytes:
+    """What orjson writes, without it."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+try:  # an answer has thousands of numbers
+    from orjson import dumps as compact_json
+except ModuleNotFoundError:  # an environment that was made before the extra had it
+    compact_json = slow_json
+
+
 class Answer(Response):
-    """JSON, quickly: an answer has thousands of numbers."""
+    """JSON, quickly."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content)
+        return compact_json(content)
 
 
 def refusal(error: Refused) -> JSONResponse:

@@ -7,7 +7,12 @@ count]}` stands for an array: its kind, the byte at which it begins, and its len
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import socket
+import struct
+from collections import deque
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,6 +24,49 @@ _KINDS = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 
 def send(connection: Connection, message: Mapping[str, Any]) -> None:
     """OSError where the other process has ended."""
+    connection.send_bytes(b"".join(_parts(message)))
+
+
+class Outbox:
+    """Sends from an asyncio loop, in order, and never waits: what the pipe has no room for leaves when it has. No
+    thread: two that take the interpreter from each other cost more than all of a request. What is sent after the other
+    process has ended is lost, as it would be on its way."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))  # a connection is one
+        self._waiting: deque[memoryview] = deque()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Put a message behind those that have not left yet."""
+        data = b"".join(_parts(message))
+        self._waiting.append(memoryview(struct.pack("!i", len(data)) + data))  # as `Connection.send_bytes`
+        if len(self._waiting) == 1:
+            self._flush()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        asyncio.get_running_loop().remove_writer(self._socket.fileno())
+        self._waiting.clear()
+        self._socket.close()
+
+    def _flush(self) -> None:
+        loop, waiting = asyncio.get_running_loop(), self._waiting
+        try:
+            while waiting:
+                sent = self._socket.send(waiting[0], socket.MSG_DONTWAIT)
+                waiting[0] = waiting[0][sent:]
+                if not waiting[0]:
+                    waiting.popleft()
+        except BlockingIOError:
+            loop.add_writer(self._socket.fileno(), self._flush)
+            return
+        except OSError:
+            waiting.clear()
+        loop.remove_writer(self._socket.fileno())
+
+
+def _parts(message: Mapping[str, Any]) -> list[bytes]:
+    """The bytes of a message, in pieces."""
     arrays: list[bytes] = []
     size = 0
 
@@ -30,7 +78,7 @@ def send(connection: Connection, message: Mapping[str, Any]) -> None:
         return {"@": [kind, start, len(value)]}
 
     text = json.dumps(message, default=noted).encode()
-    connection.send_bytes(b"".join((len(text).to_bytes(4, "big"), text, *arrays)))
+    return [len(text).to_bytes(4, "big"), text, *arrays]
 
 
 def receive(connection: Connection) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jetrl.chat.fields import Message
 from jetrl.chat.prompts import decoded, encode_plain, encode_rendered, encode_text, uses_chat_template
 from jetrl.chat.template import Template
@@ -45,10 +47,11 @@ class About:
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """One answer: its prompt, its request, and the text that was sent of it."""
+    """One answer: its prompt (also as `row` [n] int32), its request, and the text that was sent of it."""
 
     index: int
     prompt: tuple[int, ...]
+    row: np.ndarray
     sampling: SamplingParams
     name: Name
     text: TextStream
@@ -126,14 +129,15 @@ class Service:
         asked = [(parent, prompt, self._sampling(ask, len(prompt))) for parent, prompt in self.prompts(ask, session)]
         found: list[Choice] = []
         for i, (parent, prompt, sampling) in enumerate(asked):
+            row = np.array(prompt, dtype=np.int32)
             if names is None:
-                taken = counts.take(prompt, sampling, ask.n, ask.seed is not None)
+                taken = counts.take(row, sampling, ask.n, ask.seed is not None)
             else:
                 taken = list(names[i])
-                counts.claim(prompt, sampling, taken)
+                counts.claim(row, sampling, taken)
             for name in taken:
                 text = TextStream(self.about.tokenizer, sampling.stop, self._marks(ask))
-                found.append(Choice(len(found), prompt, sampling, name, text, parent))
+                found.append(Choice(len(found), prompt, row, sampling, name, text, parent))
         return found
 
     def give_back(self, ask: Ask, session: Session | None, choices: Sequence[Choice]) -> None:
@@ -141,7 +145,7 @@ class Service:
         if ask.seed is None:
             counts = self.names if session is None else session.names
             for choice in choices:
-                counts.give_back(choice.prompt, choice.sampling, [choice.name])
+                counts.give_back(choice.row, choice.sampling, [choice.name])
 
     def note(self, ask: Ask, session: Session, choices: Sequence[Choice]) -> None:
         """Put the answers into the session's tree."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-from jetrl.spec import ModelSpec
+if TYPE_CHECKING:  # vLLM's process has no jetrl
+    from jetrl.spec import ModelSpec
 
 
 def shapes(spec: ModelSpec) -> list[tuple[int, int]]:

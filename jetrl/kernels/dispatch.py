@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.registry import Backend, load, tables
 from jetrl.kernels.support import require
 
-DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
+DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
 _serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
 

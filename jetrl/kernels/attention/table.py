@@ -5,11 +5,11 @@ from __future__ import annotations
 from jetrl.kernels.registry import Op
 
 OPS = (
-    Op("attend", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_backward", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_cached", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_cached_quantize", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_varlen", reference="attention.reference", hopper="attention.flash"),
+    Op("attend", reference="attention.reference", hopper="attention.flash", triton="attention.portable"),
+    Op("attend_backward", reference="attention.reference", hopper="attention.flash", triton="attention.portable"),
+    Op("attend_cached", reference="attention.reference", hopper="attention.flash", triton="attention.portable"),
+    Op("attend_cached_quantize", reference="attention.reference", hopper="attention.flash", triton="attention.portable"),
+    Op("attend_varlen", reference="attention.reference", hopper="attention.flash", triton="attention.portable"),
     Op("advance", reference="attention.reference", hopper="attention.advance"),
     Op("round_heads", reference="reference", hopper="attention.cache"),
     Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),

@@ -46,9 +46,15 @@ _GEMMS: dict[Kind, tuple[tuple[int | None, Gemm], ...]] = {
     "wgmma": ((64, Gemm(64, 32, 128, 4, 4)), (256, Gemm(64, 128, 64, 4, 4)), (None, Gemm(128, 128, 64, 3, 8))),
     "tcgen05": ((128, Gemm(128, 32, 64, 4, 4)), (None, Gemm(128, 128, 64, 3, 4))),
 }
+# FP8, in steps of 128
+_GEMMS_FP8: dict[Kind, tuple[tuple[int | None, Gemm], ...]] = {
+    "mma": ((16, Gemm(16, 32, 128, 4, 4)), (None, Gemm(64, 128, 128, 3, 4))),
+    "wgmma": ((64, Gemm(64, 32, 128, 4, 4)), (256, Gemm(64, 128, 128, 3, 4)), (None, Gemm(128, 128, 128, 3, 8))),
+    "tcgen05": ((128, Gemm(128, 32, 128, 3, 4)), (None, Gemm(128, 128, 128, 3, 8))),
+}
 _ATTENTION: dict[Kind, tuple[Attention, Attention]] = {  # of few rows (decode, drafts), of many
-    "mma": (Attention(16, 3, 4), Attention(64, 2, 4)),
-    "wgmma": (Attention(64, 2, 4), Attention(128, 2, 8)),
+    "mma": (Attention(16, 2, 4), Attention(64, 2, 8)),
+    "wgmma": (Attention(64, 2, 4), Attention(128, 2, 8, True)),
     "tcgen05": (Attention(128, 2, 4), Attention(128, 2, 4)),
 }
 
@@ -63,6 +69,11 @@ def kind_of(capability: tuple[int, int]) -> Kind:
 def gemm(capability: tuple[int, int], rows: int) -> Gemm:
     """The tile for so many rows of tokens."""
     return next(tile for most, tile in _GEMMS[kind_of(capability)] if most is None or rows <= most)
+
+
+def gemm_fp8(capability: tuple[int, int], rows: int) -> Gemm:
+    """The same for codes."""
+    return next(tile for most, tile in _GEMMS_FP8[kind_of(capability)] if most is None or rows <= most)
 
 
 def attention(capability: tuple[int, int]) -> tuple[Attention, Attention]:

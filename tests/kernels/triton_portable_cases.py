@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 import triton_attention_cases as attention  # also makes the interpreter's products those of the definition
 import triton_cases as base
@@ -28,6 +29,9 @@ from jetrl.kernels.attention import reference as attention_reference
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.gemm import operands
 from jetrl.kernels.gemm import portable as pg
+from jetrl.kernels.gemm import portable_fp8 as pf
+from jetrl.kernels.quantize import e4m3
+from jetrl.kernels.quantize import triton as tq
 from jetrl.kernels.tiles import keys_for
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
@@ -40,8 +44,35 @@ def steps(start: Any, stop: Any, num_stages: int = 0) -> range:
     return range(first, last)
 
 
+def fix_interpreter() -> None:
+    """Products of codes add up 16 at a time, too; FP16 is what E4M3 is read by where there is no instruction."""
+    from triton.runtime import interpreter
+
+    builder, plain, convert = interpreter.InterpreterBuilder, attention_dot(), interpreter._convert_float
+
+    def dot(self: object, a: Any, b: Any, d: Any, *rest: object) -> object:
+        if a.dtype.scalar != tl.float8e4nv:
+            return plain(self, a, b, d, *rest)
+        values = (torch.from_numpy(x.data.copy()).view(torch.float8_e4m3fn).float().numpy() for x in (a, b))
+        return interpreter.TensorHandle(attention.product(*values, d.data), d.dtype.scalar)
+
+    def converted(data: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
+        if source == tl.float16:
+            assert target == tl.float32
+            return np.ascontiguousarray(data).view(np.float16).astype(np.float32).view(np.uint32)
+        return convert(data, source, target, mode)
+
+    builder.create_dot, interpreter._convert_float, tl.range = dot, converted, steps
+
+
+def attention_dot() -> Any:
+    from triton.runtime import interpreter
+
+    return interpreter.InterpreterBuilder.create_dot
+
+
 if base.INTERPRET:
-    tl.range = steps
+    fix_interpreter()
 
 
 def on(kind: str) -> None:
@@ -91,6 +122,94 @@ def gemm_cases() -> Iterator[tuple[str, Case]]:
             (300, 72, 128, torch.bfloat16),
         ):
             yield f"gemm {kind} {m} x {n} x {k} {dtype}", partial(multiply, kind, m, n, k, dtype)
+
+
+def fp8_cases() -> Iterator[tuple[str, Case]]:
+    def by_groups(a: ref.QTensor, b: ref.QTensor) -> Tensor:
+        """`reference.fp8_gemm`, the products of a group added 16 at a time."""
+        acc, (left, right) = torch.zeros(len(a.codes), len(b.codes)), (x.codes.float().numpy() for x in (a, b))
+        scales = ref.row_scales(b)
+        for g, (start, stop) in enumerate(a.col_blocks()):
+            x, y = np.zeros((2, max(len(left), len(right)), 128), np.float32)
+            x[: len(left), : stop - start], y[: len(right), : stop - start] = left[:, start:stop], right[:, start:stop]
+            zeros = np.zeros((len(left), len(right)), np.float32)
+            part = torch.from_numpy(attention.product(x[: len(left)], y[: len(right)].T, zeros))
+            acc += part * a.scale[:, g : g + 1] * scales[:, g]
+        return acc
+
+    def forward(kind: str, m: int, sections: tuple[int, ...], k: int) -> None:
+        on(kind)
+        g = torch.Generator().manual_seed(m + k)
+        x, w = torch.randn(m, k, generator=g).bfloat16(), torch.randn(sum(sections), k, generator=g).bfloat16()
+        weight = tq.quantize_weight(w.to(DEVICE), False, sections)
+        a, held = tq.quantize_act(x.to(DEVICE)), operands.prepare_fp8(weight)
+        got = pf.fp8_gemm(a, held, torch.bfloat16)
+        want = by_groups(ref.quantize_1x128(x), ref.quantize_128x128(w, False, sections)).bfloat16()
+        equal("output", got, want)
+        alone = pf.fp8_gemm(tq.quantize_act(x[m // 2 : m // 2 + 1].to(DEVICE)), held, torch.bfloat16)
+        equal("a row alone", alone[0], got[m // 2])
+        turned = operands.prepare_fp8_t(weight)
+        dy = torch.randn(m, sum(sections), generator=g).bfloat16()
+        got = pf.fp8_gemm(tq.quantize_act(dy.to(DEVICE), False, sections), turned, torch.bfloat16)
+        want = by_groups(
+            ref.quantize_1x128(dy, False, sections), ref.transpose(ref.quantize_128x128(w, False, sections))
+        ).bfloat16()
+        equal("dgrad", got, want)
+
+    def backward(tokens: int, n: int, k: int, tile: bool, dtype: torch.dtype) -> None:
+        on("wgmma")
+        g = torch.Generator().manual_seed(tokens + n)
+        dy, x = (torch.randn(tokens, size, generator=g).bfloat16() for size in (n, k))
+        a, b = tq.quantize_act_t(dy.to(DEVICE)), tq.quantize_act_t(x.to(DEVICE), False, tile)
+        right = ref.quantize_128x128(x.T.contiguous()) if tile else ref.quantize_128x1(x)
+        want = by_groups(ref.quantize_128x1(dy), right)
+        if tile:
+            want = want.bfloat16().float()
+            equal("rounded", pf.wgrad_rounded(a, b), want.bfloat16())
+        equal("alone", pf.wgrad_gemm(a, b), want)
+        grad = torch.randn(n, k, generator=g).to(dtype)
+        total = grad.to(DEVICE, copy=True)
+        pf.wgrad_into(a, b, total)
+        equal("added", total, (want + grad.float()).to(dtype))
+
+    for kind in KINDS:
+        for m, sections, k in ((1, (128,), 256), (5, (40, 16, 16), 136), (130, (200, 72), 128)):
+            yield f"fp8 {kind} {m} x {sections} x {k}", partial(forward, kind, m, sections, k)
+    for tile in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"fp8 wgrad, tile {tile} {dtype}", partial(backward, 300, 40, 136, tile, dtype)
+
+
+@triton.jit
+def _codes_kernel(x, rounded, converted, values, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    v = tl.load(x + at)
+    code = e4m3.rounded_codes(v)
+    tl.store(rounded + at, code)
+    tl.store(converted + at, e4m3.codes_of(v))
+    tl.store(values + at, e4m3.values_of(code))
+
+
+def code_cases() -> Iterator[tuple[str, Case]]:
+    def codes() -> None:
+        """Every code, the middle between two, and the numbers next to each; beyond 448 and NaN."""
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        finite = every[every.isfinite()].sort().values
+        middle = (finite[1:] + finite[:-1]) / 2
+        exact = torch.cat([finite, middle])
+        up, down = (torch.nextafter(exact, torch.full_like(exact, x)) for x in (float("inf"), float("-inf")))
+        more = torch.tensor([448.00003, -448.00003, 1e-30, -1e-30, 0.0, -0.0, float("nan")])
+        x = torch.cat([exact, up, down, more])
+        x = torch.nn.functional.pad(x, (0, -len(x) % 64))
+        rounded, converted = (torch.zeros(len(x), dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        values = torch.zeros(len(x), device=DEVICE)
+        _codes_kernel[(len(x) // 64,)](x.to(DEVICE), rounded, converted, values, SIZE=64)
+        want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+        equal("rounded", rounded.view(torch.float8_e4m3fn), want)
+        equal("by the instruction", converted.view(torch.float8_e4m3fn), want)
+        equal("values", values, want.float())
+
+    yield "codes of E4M3", codes
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -232,7 +351,7 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    return [case for kind in (gemm_cases, attention_cases, gradient_cases) for case in kind()]
+    return [case for kind in (gemm_cases, fp8_cases, code_cases, attention_cases, gradient_cases) for case in kind()]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 from jetrl.kernels import launch, tiles
 from jetrl.kernels.gemm.operands import PreparedBF16
 from jetrl.kernels.launch import begin
+from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.triton import add_rounded
 
 _AT_ONCE = 1 << 26  # elements of an FP32 weight gradient that wait to be added: 256 MB
@@ -78,6 +79,11 @@ def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape[0], w.size, dtype=out_dtype, device=x.device)
     multiply(x.contiguous(), w.weight[: w.size], out)
     return out
+
+
+def coded_gemm(x: Tensor, codes: QTensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
+    """`bf16_gemm` by `w`, the values of `codes`."""
+    return bf16_gemm(x, w, out_dtype)
 
 
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:

@@ -142,7 +142,8 @@ class EvalConfig(Section):
         Elsewhere("TRL: eval_strategy do_eval", " (10 by default, 0: never)"),
     ] = Field(default=10, ge=0, description="Steps between evaluations. 0: never.")
     temperature: Annotated[
-        float, RL_ONLY, Elsewhere("verl: val_kwargs.temperature"), Elsewhere("verl: val_kwargs.do_sample", " (0: greedy)"),
+        float, RL_ONLY, Elsewhere("verl: val_kwargs.temperature"),
+        Elsewhere("verl: val_kwargs.do_sample", " (0: greedy)"),
         Elsewhere("verl: val_kwargs", ", eval.num_samples and eval.max_response_length"),
     ] = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
     num_samples: Annotated[
@@ -278,7 +279,8 @@ class Config(Section):
     rollout: Annotated[RolloutConfig, RL_ONLY] = Field(default=RolloutConfig(), description="Sampling.")
     vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",)), RL_ONLY] = Field(
         default=VLLMConfig(), description="vLLM as the rollout's engine.")
-    environment: Annotated[EnvironmentConfig, RL_ONLY] = Field(default=EnvironmentConfig(), description="Conversations.")
+    environment: Annotated[EnvironmentConfig, RL_ONLY] = Field(
+        default=EnvironmentConfig(), description="Conversations.")
     rl: Annotated[RLConfig, RL_ONLY] = Field(default=RLConfig(), description="Objective.")
     teacher: Annotated[TeacherConfig, RL_ONLY] = Field(default=TeacherConfig(), description="Distillation.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")

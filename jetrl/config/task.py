@@ -106,7 +106,8 @@ class TaskConfig(Section):
         Elsewhere(same=("TRL",)),
     ] = Field(default=None, description="Weight of each function of task.reward. none: 1.")
     reward_calls: Annotated[
-        Literal["step", "group"], RL_ONLY, WarmStart(reads=False), Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
+        Literal["step", "group"], RL_ONLY, WarmStart(reads=False),
+        Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
     ] = Field(
         default="step", description="step: the reward is called after the rollout, with all completions. group: with "
         "those of a prompt as soon as they have ended, in a thread next to the rollout (docs/REWARDS.md).")

@@ -23,7 +23,6 @@ from jetrl.config.markers import (
 )
 from jetrl.config.toml import toml_literal
 
-
 SFT_ONLY = NoEffectWhile("method", ("rl",))
 
 

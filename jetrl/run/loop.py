@@ -381,10 +381,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
 
 def packed(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
     """The micro-batches of a step that this rank holds."""
-    train, rl = session.config.train, session.config.rl
-    if session.config.supervised:
-        return pack_given(session, groups)
-    return pack(
+    train, rl, supervised = session.config.train, session.config.rl, session.config.supervised
+    return pack_given(session, groups) if supervised else pack(
         groups, max_tokens_per_gpu=train.max_tokens_per_gpu, flow_digest=session.flow_digest,
         weight_version=session.progress.weight_version, mask_truncated=rl.mask_truncated,
         updates_per_step=rl.updates_per_step, share_prompts=train.share_prompts,

@@ -107,8 +107,8 @@ def prepare(
 def in_steps(config: Config, task: Task) -> Config:
     """The config with the steps that `train.epochs` means for the rows of `task`; without epochs as it is.
 
-    Steps have `rollout.prompts_per_step` prompts (`train.batch_size` given answers), so the last one may go beyond the last epoch. UserError where
-    warm-ups are longer.
+    Steps have `rollout.prompts_per_step` prompts or `train.batch_size` given answers: the last one may go beyond the
+    last epoch. UserError where warm-ups are longer.
     """
     epochs, (per_step, _), rows = config.train.epochs, config.per_step, rows_of_epoch(task)
     if epochs is None:

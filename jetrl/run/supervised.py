@@ -41,7 +41,7 @@ def next_answers(session: Session) -> list[Group]:
 
 
 def pack_given(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
-    """One update: all answers in micro-batches of at most `train.max_tokens_per_gpu` tokens, those of this rank made."""
+    """One update: all answers in micro-batches of at most `train.max_tokens_per_gpu` tokens, this rank's made."""
     trajectories = [one for group in groups for one in group.trajectories]
     return [_packed(session, trajectories)]
 

@@ -7,15 +7,15 @@ message may have `weight` 0 or 1, as in OpenAI's format: 0 means that its turn i
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.chat.fields import Message, message_of
 from jetrl.errors import UserError, shown
 from jetrl.types import Problem
+from jetrl.untrusted import json_value
 
-LEARNED, TOOLS = "jetrl:learned", "jetrl:tools"  # of `Problem.extra`: whether each turn of the policy is; the tools' schemas
+LEARNED, TOOLS = "jetrl:learned", "jetrl:tools"  # of `Problem.extra`: which turns are; schemas
 
 
 def messages_in(value: Sequence[Any], where: str, key: str, padded: bool) -> tuple[Message, ...]:
@@ -53,8 +53,9 @@ def given_answer(
         raise UserError(f"{where}: it has a completion, and no column {prompt!r}. Set task.prompt_column.")
     if isinstance(completion, str) and isinstance(row[prompt], str):
         return Problem(where, _text(row[prompt], where, prompt), "", _text(completion, where, "completion"))
-    before = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in _listed(row[prompt], where, prompt, padded)]
-    return _conversation([*before, *_listed(completion, where, "completion", padded)], where, "completion", row)
+    before = _listed(row[prompt], where, prompt, padded)
+    read = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in before]
+    return _conversation([*read, *_listed(completion, where, "completion", padded)], where, "completion", row)
 
 
 def _text(value: str, where: str, column: str) -> str:
@@ -118,7 +119,7 @@ def _tools(value: Any, where: str) -> list[Any] | None:
     """The schemas of the row's tools, which data sets often hold as JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json_value(value)
         except ValueError as error:
             raise UserError(f"{where}: column 'tools' is a text that is not JSON ({error}).") from error
     if value is None or value == []:

@@ -81,7 +81,7 @@ def num_eval_shapes_training(config: Config) -> bool:
 
 
 def _file_task(given: Given) -> FileTask:
-    """Without an environment, all prompts (or given answers) are encoded once, so that a bad one stops the run before it
+    """Without an environment, all prompts or given answers are encoded once, so that a bad one stops the run before it
     begins or is left out. With one, the environment makes the prompts."""
 
     def fits(problem: Problem) -> bool:

@@ -44,8 +44,8 @@ def likelihood(model: Transformer, routing: Routing, stats: bool = False) -> Los
 
 
 def fit(learner: Learner, batch: PackedBatch, config: Config, step: int) -> dict[str, float]:
-    """One update of `method = "sft"`, number `step` from 1; gives its metrics. NonFiniteError before any weight changes.
-    Collective."""
+    """One update of `method = "sft"`, number `step` from 1; gives its metrics. NonFiniteError comes before any weight
+    changes. Collective."""
     train = config.train
     routing = Routing(learner.model, train, denominators(batch, 1))
     lr = lr_at(step - 1, train)

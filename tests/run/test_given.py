@@ -70,10 +70,9 @@ def test_what_is_learned_of_a_conversation(tmp_path: Path, on: str, expected: st
 
 
 def test_a_turn_of_weight_0_is_read_and_not_learned(tmp_path: Path):
-    row = chat(*TALK)
-    weighed = given_answer(
-        {"messages": [*row.prompt, {**row.solution[0], "weight": 0}, *row.solution[1:]]}, "row 1", "messages", "p", False
-    )
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in TALK]
+    messages[2]["weight"] = 0
+    weighed = given_answer({"messages": messages}, "row 1", "messages", "prompt", False)
     assert weighed is not None
     assert shown(given(tmp_path, ""), weighed) == f"{OPEN}b{END}{NEXT}[d{END}]"
 

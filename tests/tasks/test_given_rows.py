@@ -30,7 +30,7 @@ def test_layouts():
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    ({"text": "x"}, "there is no answer to learn: the row has neither 'messages' nor 'completion' nor 'solution', but "),
+    ({"text": "x"}, "no answer to learn: the row has neither 'messages' nor 'completion' nor 'solution', but 'text'"),
     ({"messages": "x"}, "column 'messages' must be a list of chat messages, got 'x'"),
     ({"messages": []}, "must be a list of chat messages"),
     ({"messages": [{"role": "user"}]}, "a chat message needs the strings 'role' and 'content'"),

@@ -84,8 +84,8 @@ class Template:
         self, messages: Sequence[Message], problem_id: str, system_prompt: bool = False,
         ours: frozenset[str] = frozenset(),
     ) -> str:
-        """The messages with the assistant's turn opened. `system_prompt`: the first is `task.system_prompt`; `ours`: see
-        `reply`.
+        """The messages with the assistant's turn opened. `system_prompt`: the first is `task.system_prompt`. `ours`: as
+        in `reply`.
 
         UserError where a message is not written at all; warnings, once each, for the rest.
         """

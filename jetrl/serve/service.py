@@ -22,7 +22,6 @@ from jetrl.serve.text import TextStream, visible
 from jetrl.serve.wire import Ask
 from jetrl.types import SamplingParams
 
-
 _IDS = frozenset({"tool_call_id", "tool_calls[].id"})  # the API's, and few templates write them
 
 

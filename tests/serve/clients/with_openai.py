@@ -1,4 +1,4 @@
-"""OpenAI's client: a call of a tool, its result, an answer; then the same questions by the async client, as a stream."""
+"""OpenAI's client: a call of a tool, its result, an answer; then the same by the async client, as a stream."""
 
 import asyncio
 import json

@@ -80,7 +80,15 @@ class Adapter(nn.Module):
         are off it takes the place of `y`."""
         if torch.is_grad_enabled():
             return _Adapted.apply(x, y, self.a.weight, self.b.weight, self)
-        return ops.add_adapters(x, y, self.a.published, self.b.published, self.scale, self.places)
+        return self.finish(y, self.begin(x))
+
+    def begin(self, x: Tensor, pow2: bool | None = None) -> ops.Begun:
+        """What `finish` needs of x, without gradients, and the codes that the base reads (`pow2`: of its scales)."""
+        return ops.begin(x, self.a.published, pow2)
+
+    def finish(self, y: Tensor, begun: ops.Begun) -> Tensor:
+        """The base's output `y` with the adapters', in its place."""
+        return ops.finish(y, begun, self.b.published, self.scale, self.places)
 
     def shrink(self, x: Tensor) -> Tensor:
         """A x [T, P r], rounded."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetrl.kernels.adapters import triton as kernels
 from jetrl.kernels.adapters.triton import CHAIN, FEW
+from jetrl.kernels.quantize.ops import quantize_act
 from jetrl.model.adapter import Adapter, draw_adapters, without_adapters
 from jetrl.model.master import accumulate_in
 from jetrl.model.sharding import fill
@@ -58,6 +59,10 @@ def test_rows_do_not_depend_on_the_batch(rank: int, size: tuple[int, tuple[int, 
             for start in (0, rows - m):
                 part = slice(start, start + m)
                 assert torch.equal(adapter(x[part], y[part].clone()), whole[part]), f"{m} rows from {start} on"
+                if m == 17:
+                    codes, want = adapter.begin(x[part], True).codes, quantize_act(x[part], True)
+                    assert codes is not None and torch.equal(codes.scale, want.scale)
+                    assert torch.equal(codes.codes.view(torch.uint8), want.codes.view(torch.uint8))
     with torch.enable_grad():
         assert torch.equal(adapter(x, y), whole)
 

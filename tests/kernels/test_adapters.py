@@ -12,6 +12,7 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels.adapters import ops
+from jetrl.kernels.quantize.ops import quantize_act
 
 PLACES = (((0, 40), (0, 40)), ((56, 80), (40, 64)))
 SCALE = 32 / 24**0.5
@@ -43,9 +44,15 @@ def test_rows_do_not_depend_on_the_batch_and_y_may_be_replaced() -> None:
     want = ops.expand(y, u, b, SCALE, PLACES, y.clone())
     for part in (slice(0, 30), slice(4, 5), slice(29, 30), slice(3, 20)):
         mine = y[part].clone()
-        got = ops.add_adapters(x[part], mine, a, b, SCALE, PLACES)
+        begun = ops.begin(x[part], a)
+        assert begun.codes is None
+        got = ops.finish(mine, begun, b, SCALE, PLACES)
         assert_bitwise_equal(got, want[part])
         assert got is mine
+    codes, expected = ops.begin(x, a, True).codes, quantize_act(x, True)
+    assert codes is not None
+    assert_bitwise_equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert_bitwise_equal(codes.scale, expected.scale)
 
 
 def compiled(kernel: Any, pointers: dict[str, str], warps: int, **constants: Any) -> str:
@@ -69,9 +76,10 @@ def test_a_chain_is_by_one_instruction_and_its_sum_is_added_outside_of_it(split:
     pytest.importorskip("triton")
     from jetrl.kernels.adapters import triton as kernels
 
+    pointers = {"x": "*bf16", "a": "*bf16", "out": "*fp32" if split else "*bf16", "codes": "*u8", "scale": "*fp32"}
     code = compiled(
-        kernels._shrink_kernel, {"x": "*bf16", "a": "*bf16", "out": "*fp32" if split else "*bf16"}, 2, T=tokens,
-        R=rows, STEP=kernels._STEP, STEPS=kernels.CHAIN // kernels._STEP, SPLIT=split, STAGES=3, PDL=True,
+        kernels._shrink_kernel, pointers, 2, T=tokens, R=rows, STEP=kernels._STEP,
+        STEPS=kernels.CHAIN // kernels._STEP, SPLIT=split, QUANT=split, FLOOR=0x2B8CBCCC, POW2=True, STAGES=3, PDL=True,
     )
     assert code.count("tt.dot ") == 1 and "warp_group_dot" not in code
     assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"}

@@ -16,6 +16,7 @@ import triton_attention_cases as attention  # also makes the interpreter's produ
 import triton_cases as base
 from torch import Tensor
 
+from jetrl.kernels import reference as ref
 from jetrl.kernels.adapters import reference
 from jetrl.kernels.adapters import triton as ta
 from jetrl.precision.lora import edges
@@ -43,6 +44,10 @@ def added(y: Tensor, u: Tensor, b: Tensor, scale: float, places: ta.Places) -> T
     return out
 
 
+def both_halves(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float, places: ta.Places) -> Tensor:
+    return ta.adapter_finish(y, ta.adapter_begin(x, a, None), b, scale, places)
+
+
 def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -60,8 +65,13 @@ def adapter_cases() -> Iterator[tuple[str, Case]]:
         got = ta.adapter_expand(y, u, b, scale, places, y.clone())
         equal("y", got, want)
         few, alone = y.clone(), y[-1:].clone()
-        equal("both", ta.adapter_add(x, few, a, b, scale, places), want)
-        equal("a row alone", ta.adapter_add(x[-1:], alone, a, b, scale, places), want[-1:])
+        equal("both", both_halves(x, few, a, b, scale, places), want)
+        equal("a row alone", both_halves(x[-1:], alone, a, b, scale, places), want[-1:])
+        for pow2 in (False, True):
+            begun = ta.adapter_begin(x, a, pow2)
+            assert begun.codes is not None and begun.left.ndim == 3
+            base.equal_q("codes", begun.codes, ref.quantize_1x128(x, pow2))
+            equal("y beside codes", ta.adapter_finish(y.clone(), begun, b, scale, places), want)
         # the reference adds without rounding inside of a sum
         true = reference.adapter_expand(y, reference.adapter_shrink(x, a), b, scale, places, y.clone())
         assert float((got.double() - true.double()).norm() / true.double().norm()) < 1e-2
@@ -79,8 +89,8 @@ def adapter_cases() -> Iterator[tuple[str, Case]]:
         x, a, b = drawn(ta.FEW + 3, 520, seed=0), drawn(8, 520, seed=1), drawn(8, 8, seed=2)
         y, places = drawn(ta.FEW + 3, 8, seed=3), (((0, 8), (0, 8)),)
         want = added(y, in_chains(x, a), b, 2.0, places)
-        equal("many", ta.adapter_add(x, y.clone(), a, b, 2.0, places), want)
-        equal("few of them", ta.adapter_add(x[:5], y[:5].clone(), a, b, 2.0, places), want[:5])
+        equal("many", both_halves(x, y.clone(), a, b, 2.0, places), want)
+        equal("few of them", both_halves(x[:5], y[:5].clone(), a, b, 2.0, places), want[:5])
 
     yield "adapters of many tokens", many
 
@@ -94,7 +104,7 @@ def adapter_cases() -> Iterator[tuple[str, Case]]:
         y, b, places = torch.zeros(6, 8).bfloat16(), drawn(8, 16, seed=4), (((0, 8), (0, 8)),)
         equal("one program", ta.adapter_shrink(x, a), u)
         want = added(y, u, b, 1.0, places)
-        equal("a program for each chain", ta.adapter_add(x, y.clone(), a, b, 1.0, places), want)
+        equal("a program for each chain", both_halves(x, y.clone(), a, b, 1.0, places), want)
 
     yield "chains begin from zero", order
 

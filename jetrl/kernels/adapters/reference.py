@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels.adapters.ops import Places
+from jetrl.kernels.adapters.ops import Begun, Places
 from jetrl.kernels.reference import PreparedBF16
 
 
@@ -26,5 +26,9 @@ def adapter_expand(y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places
     return out
 
 
-def adapter_add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
-    return adapter_expand(y, adapter_shrink(x, a), b, scale, places, y)
+def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
+    return Begun(adapter_shrink(x, a), None if pow2 is None else ref.quantize_1x128(x, pow2))
+
+
+def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
+    return adapter_expand(y, begun.left, b, scale, places, y)

@@ -6,7 +6,8 @@
 
 Few tokens would leave most of the device idle while a few programs walk along K. So each chain has a program of its
 own then, which writes its sum [chains, T, P r], and `expand` adds these up before it multiplies: the same order, hence
-the same bits. For many tokens a program has all chains, and u is written (the backward pass reads it).
+the same bits. The programs of `shrink` also write the codes of x, where the linear reads FP8: no launch more. For many
+tokens a program has all chains, and u is written (the backward pass reads it).
 
 Products are by `mma.sync` for every size (tiles are too small, or warps too few, for `wgmma`). FP fusion is off, and a
 chain's sum is never the accumulator that a product adds to. `tests/kernels/triton_adapter_cases.py` runs both in the
@@ -22,21 +23,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.adapters.ops import Places
+from jetrl.kernels.adapters.ops import Begun, Places
 from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize.triton import _FLOOR_BITS, new_codes, new_scale, quantize_act, quantize_group
+from jetrl.precision.formats import BLOCK
 
 CHAIN = 512  # elements of K whose products are added by the tensor core
 FEW = 256  # tokens up to which each chain has a program
 MOST_PLACES = 3  # projections of a linear: q, k and v
-_STEP = 128  # elements of K that are loaded at a time
+_STEP = BLOCK  # elements of K that are loaded at a time: a group of the quantizer
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "scale_stride"])
 def _shrink_kernel(
-    x, a, out, m, n, k_size, x_stride, T: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, a, out, codes, scale, m, n, k_size, written, x_stride, codes_stride, scale_stride, T: tl.constexpr,
+    R: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, QUANT: tl.constexpr,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """T tokens by R rows of `a`: if SPLIT one chain of STEPS, to FP32 sums [chains, m, n]; else all, to BF16 [m, n]."""
+    """T tokens by R rows of `a`: if SPLIT one chain of STEPS, to FP32 sums [chains, m, n]; else all, to BF16 [m, n].
+
+    QUANT: the programs of a chain share its groups of x, and write their codes.
+    """
     begin(PDL)
     row, token = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * T + tl.arange(0, T)
     k = tl.arange(0, STEP)
@@ -53,6 +61,14 @@ def _shrink_kernel(
             rows = tl.load(at_a + step * STEP, mask=real & (k < left)[:, None], other=0.0)
             acc = tl.dot(tokens, rows, acc)
         tl.store(to + tl.program_id(2).to(tl.int64) * m * n, acc, mask=alive & real)
+        if QUANT:
+            for i in range(tl.program_id(0), STEPS, tl.num_programs(0)):
+                group = first + i
+                if group * STEP < k_size:
+                    quantize_group(
+                        x, codes, scale, token.to(tl.int64), group, m, k_size, written, x_stride, codes_stride,
+                        scale_stride, FLOOR, POW2,
+                    )
     else:
         total = tl.zeros((T, R), tl.float32)
         for step in tl.range(0, tl.cdiv(k_size, STEP * STEPS) * STEPS, num_stages=STAGES):
@@ -103,25 +119,24 @@ def _expand_kernel(
     tl.store(out + token[:, None] * out_stride + (start + col)[None, :], (v + acc * scale).to(tl.bfloat16), mask=both)
 
 
-def chains_of(k: int) -> int:
-    """How many chains an input of `k` has."""
-    return -(-k // CHAIN)
-
-
-def _shrink(x: Tensor, a: Tensor, split: bool) -> Tensor:
-    """u, BF16 [T, P r], or if `split` the sums of its chains, FP32 [chains, T, P r]."""
+def _shrink(x: Tensor, a: Tensor, split: bool, codes: QTensor | None = None, pow2: bool = False) -> Tensor:
+    """u, BF16 [T, P r], or if `split` the sums of its chains, FP32 [chains, T, P r]; then `codes` is filled, too."""
     (m, k), n = x.shape, a.shape[0]
     assert x.dtype == a.dtype == torch.bfloat16 and a.is_contiguous() and x.stride(1) == 1
-    chains = chains_of(k)
+    assert split or codes is None
+    chains = triton.cdiv(k, CHAIN)
     shape = (chains, m, n) if split else (m, n)
     out = torch.empty(shape, dtype=torch.float32 if split else torch.bfloat16, device=x.device)
     if not m:
         return out
     t = 16 if split else 64
     r = 16 if split else min(64, max(16, triton.next_power_of_2(n)))
+    q, scale = (codes.codes, codes.scale) if codes is not None else (x, x)
     _shrink_kernel[(triton.cdiv(n, r), triton.cdiv(m, t), chains if split else 1)](
-        x, a, out, m, n, k, x.stride(0), T=t, R=r, STEP=_STEP, STEPS=CHAIN // _STEP, SPLIT=split, STAGES=3,
-        num_warps=2, enable_fp_fusion=False, **LAUNCH,
+        x, a, out, q.view(torch.uint8) if codes is not None else q, scale, m, n, k, q.stride(0), x.stride(0),
+        q.stride(0), scale.stride(1), T=t, R=r, STEP=_STEP, STEPS=CHAIN // _STEP, SPLIT=split,
+        QUANT=codes is not None, FLOOR=_FLOOR_BITS, POW2=pow2, STAGES=3, num_warps=2, enable_fp_fusion=False,
+        **LAUNCH,
     )
     return out
 
@@ -157,7 +172,18 @@ def adapter_expand(y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places
     return _expand(y, u, b, scale, places, out, 0)
 
 
-def adapter_add(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
-    """`reference.adapter_add`."""
-    few = len(x) <= FEW
-    return _expand(y, _shrink(x, a, few), b, scale, places, y, chains_of(x.shape[1]) if few else 0)
+def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
+    """`reference.adapter_begin`."""
+    if len(x) > FEW:
+        return Begun(_shrink(x, a, False), None if pow2 is None else quantize_act(x, pow2))
+    codes = None
+    if pow2 is not None:
+        rows, cols = x.shape
+        groups = new_scale(rows, triton.cdiv(cols, BLOCK), x.device)
+        codes = QTensor(new_codes(rows, cols, x.device), groups, "1x128", (rows,), (cols,))
+    return Begun(_shrink(x, a, True, codes, bool(pow2)), codes)
+
+
+def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
+    """`reference.adapter_finish`."""
+    return _expand(y, begun.left, b, scale, places, y, len(begun.left) if begun.left.ndim == 3 else 0)

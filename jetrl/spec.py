@@ -100,4 +100,5 @@ SHAPES = {
     "qwen3-30b-a3b": _shape("qwen3_moe", 151936, 2048, 6144, 48, (32, 4, 128), 1e6, 40960, False, experts=_A3B),
     "tiny-moe": _shape("qwen3_moe", 512, 192, 448, 4, (6, 2, 32), 1e4, 512, True, experts=_TINY_EXPERTS),
     "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, (32, 8, 128), 5e5, 131072, False, 1e-5, True),
+    "llama-3.3-70b": _shape("llama", 128256, 8192, 28672, 80, (64, 8, 128), 5e5, 131072, False, 1e-5, True),
 }

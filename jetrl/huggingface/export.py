@@ -69,7 +69,8 @@ def export(
     config = hf.hf_config(spec, base)
     if (said := base.get(trained.KEY)) or trained_with is not None:
         config[trained.KEY] = said or trained.record(trained_with)  # type: ignore[arg-type]  # one of the two is there
-    tensors = {name: (tensor, torch.bfloat16) for name, tensor in hf.to_hf(spec, state).items()}
+    types = hf.stored_types(spec, torch.bfloat16)
+    tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
     if fp8:
         config["quantization_config"] = quantization_config(spec, recipe)
         for ours in fp8_weights(spec, recipe):

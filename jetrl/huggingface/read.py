@@ -31,6 +31,7 @@ from jetrl.huggingface.write import small_files as small_files
 from jetrl.huggingface.write import write_folder as write_folder
 from jetrl.huggingface.write import write_shards as write_shards
 from jetrl.model.block import Piece
+from jetrl.model.names import stored_types as stored_types
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
 from jetrl.phrases import some

@@ -197,7 +197,8 @@ def main() -> None:
     if args.one:
         return one(args.one, args)
     require_gpu()
-    sizes = ["--batch", *map(str, args.batch), *(f"--{k}={getattr(args, k)}" for k in ("prompt", "new", "layers", "kernels"))]
+    given = ("prompt", "new", "layers", "kernels")
+    sizes = ["--batch", *map(str, args.batch), *(f"--{k}={getattr(args, k)}" for k in given)]
     rows: list[dict[str, Any]] = []
     columns = ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "share of floor", "peak GiB"]
     for i in range(args.rounds):

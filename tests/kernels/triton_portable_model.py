@@ -56,7 +56,7 @@ def model_cases() -> Iterator[tuple[str, base.Case]]:
     def certificate(precision: str) -> None:
         portable.on("mma")  # the smallest tiles
         with served_by(CPU, backend):
-            result = certify(model_of(precision), Workload(2, 9, 5, 4), "tiny", lambda text: None)
+            result = certify(model_of(precision), Workload(2, 7, 4, 3), "tiny", lambda text: None)
         assert result.ok, result
         assert {link.link for link in result.links} >= {"a", "b", "c", "v"} and all(link.rows for link in result.links)
 
@@ -71,9 +71,9 @@ def model_cases() -> Iterator[tuple[str, base.Case]]:
             error = (got[name] - x).norm() / x.norm()
             assert error < (0.02 if precision == "bf16" else 0.1), f"{name}: relative error {error:.4f}"
 
-    for precision in ("bf16", "fp8 kv", "w8a16"):
+    for precision in ("fp8 kv",):
         yield f"certificate {precision}", partial(certificate, precision)
-    for precision in ("bf16", "fp8"):
+    for precision in ("bf16",):
         yield f"gradients {precision}", partial(learning, precision)
 
 

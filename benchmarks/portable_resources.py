@@ -4,8 +4,8 @@
     python benchmarks/portable_resources.py --arch 89 --precision bf16
 
 A run in miniature (tests/run/portable_run.py) lists the launches of its rollout and its updates; Triton compiles each
-of them, and `cuobjdump`, which comes with Triton, reads registers, stack and shared memory. No GPU is needed. A stack is
-what did not fit into registers. Writes `benchmarks/results/portable_resources.json` and a table of what is largest.
+of them, and `cuobjdump`, which comes with Triton, reads registers, stack and shared memory. No GPU is needed. A stack
+is what did not fit into registers. Writes `benchmarks/results/portable_resources.json` and prints a table.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from jetrl.doctor import libraries
 from jetrl.doctor.finding import Finding, attempted, size
 from jetrl.kernels import tiles
-from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, cuda_toolkit, extra_for
+from jetrl.kernels.support import CAPABILITY, PORTABLE, PORTABLE_EXTRA, capability, cuda_toolkit, extra_for
 from jetrl.requirements import install
 
 SECTION = "GPU"
@@ -56,7 +56,7 @@ def _cpu_build(driver: str | None) -> Finding:
     text = f"torch {torch.__version__} is built for CPUs"
     if driver is None:
         return Finding(SECTION, "GPU", f"none; {text}", "note")
-    cure = f"pip uninstall -y torch && {install("gpu")}  (from an index that serves CUDA builds)"
+    cure = f"pip uninstall -y torch && {install(PORTABLE_EXTRA)}  (from an index that serves CUDA builds)"
     return Finding(SECTION, "GPU", f"not used: there is a driver ({driver}), but {text}", "bad", cure)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from jetrl.kernels import launch
 from jetrl.kernels import reference as ref
 from jetrl.kernels.attention import portable as pa
+from jetrl.kernels.attention import portable_backward as pb
 from jetrl.kernels.attention import reference as attention_reference
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.gemm import operands
@@ -337,6 +338,7 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
         want = attention_reference.attend_backward(grad.float(), q.float(), k.float(), v.float(), plan, h**-0.5)
         given = [x.to(DEVICE) for x in (grad, q, k, v)]
         got = pa.attend_backward(*given, there, h**-0.5)
+        assert pb._QUERIES == pb._KEYS == 64, "the lengths below are around a tile"
         again = pa.attend_backward(*given, there, h**-0.5, *pa.attend_varlen(*given[1:], there, h**-0.5, True))
         for name, x, same, y in zip(("dq", "dk", "dv"), got, again, want, strict=True):
             equal(name, x, same)

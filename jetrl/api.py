@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 _CPU_CACHE = 65_536  # tokens
+_ALL = 1 << 62  # bytes
 _TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]
 
 
@@ -272,7 +273,9 @@ def served_model(
     spec, before = policy.model.spec, policy.engine
     if kv_cache_tokens is None and policy.model.head_weight.device.type == "cpu":
         kv_cache_tokens = max(spec.max_position, min(_CPU_CACHE, max_num_seqs * spec.max_position))
-    settings = replace(before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
+    settings = replace(  # an idle server keeps its cache, and what it has captured
+        before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens, keep_bytes=_ALL
+    )
     engine = PagedEngine(policy.model, policy.tokenizer, before.flow_digest, settings)
     assert before.weights is not None
     engine.load(before.weights)

@@ -1,4 +1,4 @@
-"""Latent attention and DeepSeek's experts in models (`latent_attention`, `deepseek_moe`): training's bits in the rollout,
+"""Latent attention and DeepSeek's experts in models (`latent_attention`, `deepseek_moe`): training's bits in rollout,
 gradients, the frozen bias, folders."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -39,6 +39,7 @@ from jetrl.run.checkpoint import store
 from jetrl.run.engines import eos_ids
 from jetrl.run.prepare import model_source
 from jetrl.run.setup import build_model
+from jetrl.spec import stated
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
 from jetrl.train.batches import PackedBatch
@@ -65,7 +66,7 @@ def cache_path(
         content = _content(config, task, tokenizer, model.spec.vocab_size)
     settings = made_of(config) | content | {
         "version": __version__, "start": digest(model, world),
-        "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v},
+        "spec": stated(model.spec),
         "data": files["train_file"] or _file_hash(config.task.train_file),
         "held out": files["eval_file"] or _file_hash(config.task.eval_file),  # its prompts are not trained on
         "threads": torch.get_num_threads(), "device": model.head_weight.device.type,

@@ -171,7 +171,7 @@ def test_an_environment_that_says_something_else_is_told(pools: Any) -> None:
 
     engine = make_engine()
     first = talk_on(engine, begin_talks(prompts(4), ASKED), 1, (), pools(Moody), ASKED, WAIT)
-    with pytest.raises(UserError, match=r"Environment Moody, problem p\d: it was begun again .* depend on these and on"):
+    with pytest.raises(UserError, match=r"Environment Moody, problem p\d: it was begun again .* depend on these and"):
         talk_on(engine, first.under_way, 3, (), pools(Moody), ASKED, WAIT)
     assert not engine.has_work and engine._began is None
 

@@ -151,5 +151,5 @@ def test_what_would_get_too_old_is_dropped_with_its_environment(env: Path, tmp_p
 def test_a_program_cannot_be_carried_over(env: Path, tmp_path: Path) -> None:
     with pytest.raises((UserError, ValueError), match='a program of environment.name = "command" cannot be brought'):
         tiny_config(tmp_path, talking(env, {"environment.name": "command"}))
-    with pytest.raises((UserError, ValueError), match="environment.reply_tokens: has no effect while rollout.overcommit"):
+    with pytest.raises((UserError, ValueError), match="reply_tokens: has no effect while rollout.overcommit"):
         tiny_config(tmp_path, talking(env, {"rollout.overcommit": 0.0, "rl.max_off_policy_steps": 2}))

@@ -17,6 +17,7 @@ test: $(VENV)/.installed-dev  # in two processes, a file in one; `pytest -q` run
 test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]; in several processes if pytest-xdist is there
 	$(PYTHON) -m pytest -q -m gpu tests/gpu --ignore tests/gpu/test_vllm_hopper.py \
 		$$($(PYTHON) -c "import xdist" 2>/dev/null && echo "--numprocesses=$(GPU_WORKERS) --dist=worksteal")
+	JETRL_TEST_KERNELS=triton $(PYTHON) -m pytest -q -m gpu tests/gpu  # the portable kernels, forced
 	$(PYTHON) -m pytest -q -m gpu tests/gpu/test_vllm_hopper.py  # it takes most of the GPU's memory
 
 test-gpu2:  # on two of them, over NCCL

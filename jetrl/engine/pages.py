@@ -56,8 +56,8 @@ class Beginnings:
         return pages
 
     def add_end(self, before: bytes, tokens: np.ndarray, page: int) -> None:
-        """The keys of these `tokens` [n] int32, fewer than a page, behind the full pages up to the digest `before` (b"":
-        none), are the first in `page`."""
+        """The keys of these `tokens` [n] int32, fewer than a page, behind the full pages up to the digest `before`
+        (b"": none), are the first in `page`."""
         key = before, len(tokens), tokens.tobytes()
         same_length = self._ends.setdefault(before, {}).setdefault(len(tokens), {})
         if key[2] not in same_length:

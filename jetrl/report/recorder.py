@@ -284,7 +284,7 @@ def group_rows(
     the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
     recorded as one. Where it is known, an environment's turn says whose messages it holds (`roles`, and for the prompt
     `prompt_roles`: role and first character of each), and a policy's which weights drew it (`versions`, as
-    `Segment.spans`). With an advantage for each token, these are `advantages` and `advantage` is their mean. `advantage`
+    `Segment.spans`). With an advantage for each token, these are `advantages` and `advantage` their mean. `advantage`
     is None where there is none: the trajectory was not learned from.
     """
     rows: list[dict[str, Any]] = []

@@ -22,10 +22,13 @@ from queue import Empty
 from typing import IO, Any
 
 from jetrl.chat.fields import Message
+from jetrl.chat.tool_calls import CallFormat
+from jetrl.environments.asked import Asked, Said
 from jetrl.environments.retry import score_answer
 from jetrl.errors import UserError, shorten
 from jetrl.rewards.function import RewardFunction
-from jetrl.serve.gateway import MODEL, Gateway, conversation
+from jetrl.serve.calls import for_template
+from jetrl.serve.gateway import MODEL, Call, Gateway, Rules
 from jetrl.untrusted import json_value
 
 _PERIOD = 0.05  # seconds between two looks at the program
@@ -38,21 +41,31 @@ class ProgramFailed(Exception):
 
 
 class Command:
-    """One conversation. `time_limit`: seconds for the whole program, after which it is ended."""
+    """One conversation. `time_limit`: seconds for the whole program, after which it is ended. `forks`: whether its
+    calls may change the history; `ignore`: fields of its calls that are not read, such as "temperature"."""
+
+    chat = True  # whether a chat template is in use; `for_tokenizer` says so, and how calls of tools are written
+    form: CallFormat | None = None
 
     def __init__(
-        self, command: str | Sequence[str], reward: RewardFunction | None = None, time_limit: float = 600.0
+        self, command: str | Sequence[str], reward: RewardFunction | None = None, time_limit: float = 600.0,
+        forks: bool = True, ignore: Sequence[str] = (),
     ) -> None:
         self.words = words_of(command)
         if type(time_limit) not in (int, float) or not time_limit > 0:
             raise UserError(f"environment.params.time_limit: must be seconds above 0, got {time_limit!r}.")
-        self.reward, self.time_limit = reward, time_limit
+        if type(forks) is not bool:
+            raise UserError(f"environment.params.forks: must be true or false, got {forks!r}.")
+        if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
+            raise UserError(f"environment.params.ignore: must be a list of fields, got {ignore!r}.")
+        self.reward, self.time_limit, self.forks, self.ignore = reward, time_limit, forks, frozenset(ignore)
+        self.call: Call | None = None  # the one that the policy answers now
         self.process: subprocess.Popen[bytes] | None = None
 
-    def reset(self, problem: dict[str, Any]) -> list[Message]:
+    def reset(self, problem: dict[str, Any]) -> Asked:
         """Start the program; the messages of its first call."""
         self.problem, self.last = problem, ""
-        self.episode = _GATEWAY.open()
+        self.episode = _GATEWAY.open(Rules(self.forks, self.ignore, self.chat, self.form))
         self.deadline = time.monotonic() + self.time_limit
         self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         given = {
@@ -75,10 +88,11 @@ class Command:
             raise ProgramFailed("the program ended without asking the policy")
         return messages
 
-    def step(self, action: str) -> tuple[list[Message], float | None, bool]:
+    def step(self, action: Said) -> tuple[Sequence[Message], float | None, bool]:
         """Answer the program's call; the messages of its next one, or its end and its reward."""
-        self.last = action
-        self.episode.answer(action)
+        assert self.call is not None
+        self.last = action.turn.text
+        self.episode.answer(self.call, action.prompt, action.turn)
         messages = self._next()
         return ([], self._reward(), True) if messages is None else (messages, None, False)
 
@@ -93,13 +107,14 @@ class Command:
         self.output.close()
         self.errors.close()
 
-    def _next(self) -> list[Message] | None:
+    def _next(self) -> Asked | None:
         """The messages of the next call; None: the program has ended, without an error."""
         assert self.process is not None
         while True:
             status = self.process.poll()
             with suppress(Empty):  # a call that came before its end counts
-                return conversation(self.episode.asks.get(timeout=_PERIOD))
+                self.call = self.episode.asks.get(timeout=_PERIOD)
+                return Asked(for_template(self.call.new), self.call.ask.variables, self.call.after)
             if status:
                 raise ProgramFailed(f"the program ended with status {status}: {_tail(self.errors)}")
             if status == 0:

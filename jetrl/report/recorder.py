@@ -284,7 +284,8 @@ def group_rows(
     the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
     recorded as one. Where it is known, an environment's turn says whose messages it holds (`roles`, and for the prompt
     `prompt_roles`: role and first character of each), and a policy's which weights drew it (`versions`, as
-    `Segment.spans`). With an advantage for each token, these are `advantages` and `advantage` their mean. `advantage`
+    `Segment.spans`). A turn that begins a branch has `after`, the number of the turn that it follows (-1: none, it is a
+    prompt anew). With an advantage for each token, these are `advantages` and `advantage` their mean. `advantage`
     is None where there is none: the trajectory was not learned from.
     """
     rows: list[dict[str, Any]] = []
@@ -403,6 +404,8 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     if segment.author == "policy":
         turn["tokens"] = [token_text(token) for token in segment.tokens.tolist()]
         turn["logprobs"] = segment.logprobs.tolist()
+    if segment.branch is not None:
+        turn["after"] = segment.branch.after - 1 if segment.branch.after > 0 else -1
     turn |= _roles(segment) | ({"versions": [list(span) for span in segment.spans]} if segment.spans else {})
     if segment.reward is not None:
         turn["reward"] = segment.reward

@@ -14,16 +14,18 @@ function messagesOf(text, said) {
     return [role, one.replace(/\n$/, "")];
   });
 }
-// A row as nodes: the prompt is the root, and each turn follows the one before it, or the one that it names.
+// A row as nodes. Each turn follows the one before it, or the one that it names; -1 is a prompt anew, beside the first.
 function treeOf(row, prompt) {
-  const root = { by: "prompt", c: row.p ?? prompt, m: row.pm, children: [], turn: 0 }, nodes = [];
+  const top = { by: "top", children: [], turn: 0 }, nodes = [];
+  const root = { by: "prompt", c: row.p ?? prompt, m: row.pm, parent: top, children: [], turn: 0 };
+  top.children.push(root);
   for (const part of row.turns) {
-    const parent = part.after === undefined ? nodes.at(-1) ?? root : nodes[part.after] ?? root;
+    const parent = part.after === undefined ? nodes.at(-1) ?? root : part.after < 0 ? top : nodes[part.after] ?? root;
     const node = { ...part, part, parent, children: [], turn: parent.turn + (part.by === "policy") };
     parent.children.push(node);
     nodes.push(node);
   }
-  return { root, nodes };
+  return { top, root, nodes };
 }
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 function policyFacts(node) {
@@ -38,6 +40,7 @@ function policyFacts(node) {
 }
 function badge(role) { return el("b", { className: `badge ${roleClass(role)}`, textContent: roleName(role) }); }
 function nodeParts(node, plain) {
+  if (node.by === "top") return [];
   if (node.by !== "policy") {
     const said = messagesOf(node.c, node.m).map(([role, text]) => el("div", { className: `node ${roleClass(role)}` },
       el("p", { className: "who" }, badge(role), ...(node.by === "prompt" ? [el("span", { textContent: "prompt" })] : [])),
@@ -63,11 +66,11 @@ function branchNodes(node, plain) {
   return shown;
 }
 function traceCard(row, prompt, promptRead, plain) {
-  const { root, nodes } = treeOf(row, prompt), forks = nodes.filter((node) => node.parent.children.length > 1 && node.parent.children[0] !== node).length;
+  const { top, nodes } = treeOf(row, prompt), forks = nodes.filter((node) => node.parent.children.length > 1 && node.parent.children[0] !== node).length;
   const head = el("div", { className: "facts" }, ...facts(row), ...(forks ? [fact("forks", forks)] : []));
   const read = row.pr ?? promptRead;
   return [el("div", { className: "completion" }, head), ...(plain ? [] : [heatLegend()]), ...(read === undefined ? [] : [rendered(read)]),
-    ...branchNodes(root, plain), ...(row.e ? [el("p", { className: "failure", textContent: row.e.trim() })] : [])];
+    ...branchNodes(top, plain), ...(row.e ? [el("p", { className: "failure", textContent: row.e.trim() })] : [])];
 }
 // One bar for a conversation: a piece for each message, as wide as its text, in the colour of who wrote it.
 function laneOf(row, prompt) {

@@ -81,15 +81,15 @@ def config_of(args: argparse.Namespace) -> Config:
     return on_gpu(load_config(find_recipe("gsm8k_qwen3_8b"), overrides))
 
 
-def groups_of(args: argparse.Namespace) -> list[Group]:
+def groups_of(tokens: int, length: int, vocab_size: int = SPEC.vocab_size, prompt_length: int = PROMPT) -> list[Group]:
     """One group of answers of equal length with random tokens; the log-probs are those of uniform draws."""
     g = np.random.default_rng(0)
-    count = args.tokens // args.length
-    prompt = tuple(g.integers(1, SPEC.vocab_size, PROMPT).tolist())
+    count = tokens // length
+    prompt = tuple(g.integers(1, vocab_size, prompt_length).tolist())
     trajectories = []
     for _ in range(count):
-        answer = tuple(g.integers(1, SPEC.vocab_size, args.length - PROMPT).tolist())
-        logprobs = (float(-np.log(SPEC.vocab_size)),) * len(answer)
+        answer = tuple(g.integers(1, vocab_size, length - prompt_length).tolist())
+        logprobs = (float(-np.log(vocab_size)),) * len(answer)
         segments = (Segment("environment", prompt, ""), Segment("policy", answer, "", logprobs, spans=((0, 0),)))
         trajectories.append(Trajectory(segments, "stop", FLOW))
     rewards = tuple(float(i % 2) for i in range(count))
@@ -97,7 +97,7 @@ def groups_of(args: argparse.Namespace) -> list[Group]:
 
 
 def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> PackedBatch:
-    groups = groups_of(args)
+    groups = groups_of(args.tokens, args.length)
     batches = pack(groups, max_tokens_per_gpu=args.length, flow_digest=FLOW, weight_version=0)
     _, (batch,), _ = estimate(groups, batches, learner, None, config, True)
     return batch

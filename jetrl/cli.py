@@ -119,9 +119,10 @@ def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = 
     from jetrl.config import load_config, resolve
     from jetrl.config.load import quiet, tell
     from jetrl.config.shipped import find_recipe
+    from jetrl.kernels.support import capability
 
     config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])], quiet if again else tell)
-    return resolve(config, cuda_available=torch.cuda.is_available())
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 @app.command(epilog=_ABOUT_RECIPES)

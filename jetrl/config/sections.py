@@ -258,8 +258,9 @@ class Config(Section):
         Literal["auto", "cpu", "cuda"], FirstWeights(), Elsewhere(same=("verl",)),
         Elsewhere("TRL: use_cpu no_cuda", ' = "cpu"'),
     ] = Field(default="auto", description="auto: the GPU if there is one.")
-    kernels: Annotated[Literal["auto", "reference", "hopper", "hopper_scaled_mm"], Kernels()] = Field(
-        default="auto", description="auto: reference on a CPU, hopper on a GPU. hopper_scaled_mm: torch's FP8 GEMMs.")
+    kernels: Annotated[Literal["auto", "reference", "hopper", "hopper_scaled_mm", "triton"], Kernels()] = Field(
+        default="auto", description="auto: reference on a CPU, hopper on a Hopper GPU, triton on others (sm_80 and "
+        "later). hopper_scaled_mm: torch's FP8 GEMMs.")
     output_dir: Annotated[
         str, MayChange(), Holds("place"), Elsewhere("verl: default_local_dir", same=("TRL",)),
     ] = Field(default="runs", min_length=1, description="Parent of the run folder.")

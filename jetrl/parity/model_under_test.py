@@ -21,6 +21,7 @@ from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import RECORD, is_adapters, read_adapters
 from jetrl.kernels.dispatch import select
+from jetrl.kernels.support import capability
 from jetrl.model.adapter import draw_adapters
 from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.names import adapted_projections
@@ -110,7 +111,7 @@ def subject_of(
     if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
         given = (("device", device), ("precision", precision), ("quant.kv_cache", kv_cache))
         config = load_config(find_recipe(model), [*(f"{key}={value}" for key, value in given if value), *overrides])
-        config = resolve(config, cuda_available=torch.cuda.is_available())
+        config = resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
         said = trained.Trained(config.precision, {"kv_cache": config.quant.kv_cache})
         formats = _chosen(said, model, precision, kv_cache)[1]
     elif model:
@@ -238,7 +239,8 @@ def config_for(data: dict[str, Any], device: str) -> Config:
     from jetrl.config import parse_config
 
     base = {"name": "api", "device": device, "task": {"name": "addition"}}
-    return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
+    config = parse_config(base | data, source="these options")
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 def as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) -> tuple[dict[str, Any], str]:

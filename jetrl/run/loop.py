@@ -156,7 +156,7 @@ class Run:
         if session.model.head_weight.device.type == "cpu" and session.world.first and (busy := host.load()):
             self.clock.message(
                 f"Other programs keep the cores busy (load {busy[0]:.0f} on {busy[1]} cores), which may slow this run "
-                "down several times. End them, or start it with OMP_WAIT_POLICY=passive in front."
+                "down several times. End them, or set num_threads = 1."
             )
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)

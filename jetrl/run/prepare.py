@@ -19,7 +19,7 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
 from jetrl.kernels.dispatch import require_experts
-from jetrl.kernels.support import require
+from jetrl.kernels.support import require, require_precision
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
@@ -64,6 +64,7 @@ def prepare(
     what a program gave as objects.
     """
     require(config.kernels)
+    require_precision(config.kernels, config.precision)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_experts(config, spec)

@@ -16,7 +16,7 @@ from jetrl.config.paths import absolute_paths
 from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
-from jetrl.kernels.dispatch import DEVICE_OF, select
+from jetrl.kernels.dispatch import DEVICE_OF, definition, select
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
@@ -185,7 +185,7 @@ def build(
     source = model_source(config)
     return Session(
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
-        learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
+        learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe, definition(config.kernels)),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given, own=own, teacher=teacher,

@@ -84,6 +84,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
 
     from jetrl.config import load_config, resolve, to_toml
     from jetrl.config.shipped import find_recipe
+    from jetrl.kernels.support import capability
     from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.run.fit.advice import gpu_named, on_gpu, report
     from jetrl.run.pin import pinned, weights_to_come
@@ -95,7 +96,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     path, here = find_recipe(recipe), torch.cuda.is_available()
     given = load_config(path, overrides)
     elsewhere = bool(gpu) and not here and given.device == "cuda"
-    config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
+    config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here, capability=capability()))[0]
     check_trackers(TrackSettings(**config.track.model_dump()))
     on_cpu = {"device": "cpu", "kernels": "reference"}
     plan = prepare(config.model_copy(update=on_cpu) if elsewhere else config)

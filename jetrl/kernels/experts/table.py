@@ -6,7 +6,7 @@ from functools import partial
 
 from jetrl.kernels.registry import Op
 
-_op = partial(Op, hopper_scaled_mm=None)  # it has no grouped GEMMs, so none of these
+_op = partial(Op, hopper_scaled_mm=None, triton=None)  # they have no grouped GEMMs, so none of these
 
 OPS = (
     _op("router_backward", reference="experts.reference", hopper="experts.route"),

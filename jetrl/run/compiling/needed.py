@@ -24,6 +24,7 @@ from jetrl.engine.speculation.depth import DEPTHS
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.kernels.compiling.pool import Job
 from jetrl.kernels.dispatch import select
+from jetrl.kernels.support import PORTABLE
 from jetrl.model.master import masters_of, values_for
 from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer
@@ -73,13 +74,15 @@ def find(emit: Callable[[Job], object], config: Config, spec: ModelSpec, device:
     """Send a job for every kernel that a run of this config launches; `trains`: its updates too."""
     from jetrl.kernels.compiling.recorded import recording, spare_imports
 
-    spare_imports()
+    libraries = config.kernels != PORTABLE
+    if libraries:
+        spare_imports()
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     select(config.kernels)
     most = config.rollout.max_tokens_per_step or 0
-    with recording(emit, max(most, config.train.max_tokens_per_gpu if trains else 0)):
+    with recording(emit, max(most, config.train.max_tokens_per_gpu if trains else 0), libraries):
         run(config, spec, trains)
 
 

@@ -15,58 +15,33 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from queue import Empty
 from typing import IO, Any
 
-from jetrl.chat.fields import Message
-from jetrl.chat.tool_calls import CallFormat
-from jetrl.environments.asked import Asked, Said
 from jetrl.environments.retry import score_answer
+from jetrl.environments.spoken import ProgramFailed, Spoken
 from jetrl.errors import UserError, shorten
 from jetrl.rewards.function import RewardFunction
-from jetrl.serve.calls import for_template
-from jetrl.serve.gateway import MODEL, Call, Gateway, Rules
+from jetrl.serve.gateway import MODEL
 from jetrl.untrusted import json_value
 
-_PERIOD = 0.05  # seconds between two looks at the program
 _SHOWN = 2000  # bytes of what it printed that are read at its end
-_GATEWAY = Gateway()
 
 
-class ProgramFailed(Exception):
-    """The program did not do its part."""
-
-
-class Command:
-    """One conversation. `time_limit`: seconds for the whole program, after which it is ended. `forks`: whether its
-    calls may change the history; `ignore`: fields of its calls that are not read, such as "temperature"."""
-
-    chat = True  # whether a chat template is in use; `for_tokenizer` says so, and how calls of tools are written
-    form: CallFormat | None = None
+class Command(Spoken):
+    """A program speaks, which is ended after `time_limit` seconds."""
 
     def __init__(
         self, command: str | Sequence[str], reward: RewardFunction | None = None, time_limit: float = 600.0,
         forks: bool = True, ignore: Sequence[str] = (),
     ) -> None:
-        self.words = words_of(command)
-        if type(time_limit) not in (int, float) or not time_limit > 0:
-            raise UserError(f"environment.params.time_limit: must be seconds above 0, got {time_limit!r}.")
-        if type(forks) is not bool:
-            raise UserError(f"environment.params.forks: must be true or false, got {forks!r}.")
-        if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
-            raise UserError(f"environment.params.ignore: must be a list of fields, got {ignore!r}.")
-        self.reward, self.time_limit, self.forks, self.ignore = reward, time_limit, forks, frozenset(ignore)
-        self.call: Call | None = None  # the one that the policy answers now
+        super().__init__(time_limit, forks, ignore)
+        self.words, self.reward = words_of(command), reward
         self.process: subprocess.Popen[bytes] | None = None
 
-    def reset(self, problem: dict[str, Any]) -> Asked:
-        """Start the program; the messages of its first call."""
-        self.problem, self.last = problem, ""
-        self.episode = _GATEWAY.open(Rules(self.forks, self.ignore, self.chat, self.form))
-        self.deadline = time.monotonic() + self.time_limit
+    def begin(self, problem: dict[str, Any]) -> None:
+        """Start the program."""
         self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         given = {
             "OPENAI_BASE_URL": self.episode.url, "OPENAI_API_KEY": self.episode.key, "OPENAI_MODEL": MODEL,
@@ -83,47 +58,31 @@ class Command:
                 )
             except OSError as error:
                 raise UserError(f"environment.params.command: {self.words[0]} cannot be started: {error}.") from error
-        messages = self._next()
-        if messages is None:
-            raise ProgramFailed("the program ended without asking the policy")
-        return messages
 
-    def step(self, action: Said) -> tuple[Sequence[Message], float | None, bool]:
-        """Answer the program's call; the messages of its next one, or its end and its reward."""
-        assert self.call is not None
-        self.last = action.turn.text
-        self.episode.answer(self.call, action.prompt, action.turn)
-        messages = self._next()
-        return ([], self._reward(), True) if messages is None else (messages, None, False)
+    def over(self) -> bool:
+        """Whether the program has ended with status 0."""
+        assert self.process is not None
+        status = self.process.poll()
+        if status:
+            raise ProgramFailed(f"the program ended with status {status}: {_tail(self.errors)}")
+        return status == 0
+
+    def end(self) -> None:
+        """End the program, and what it has started, wherever it is."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the program, and what it has started, wherever it is."""
-        if self.process is None:
-            return
-        self.episode.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.output.close()
-        self.errors.close()
+        """End the conversation and the program."""
+        super().close()
+        if self.process is not None:
+            self.process.wait()
+            self.output.close()
+            self.errors.close()
 
-    def _next(self) -> Asked | None:
-        """The messages of the next call; None: the program has ended, without an error."""
-        assert self.process is not None
-        while True:
-            status = self.process.poll()
-            with suppress(Empty):  # a call that came before its end counts
-                self.call = self.episode.asks.get(timeout=_PERIOD)
-                return Asked(for_template(self.call.new), self.call.ask.variables, self.call.after)
-            if status:
-                raise ProgramFailed(f"the program ended with status {status}: {_tail(self.errors)}")
-            if status == 0:
-                return None
-            if time.monotonic() > self.deadline:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                raise ProgramFailed(f"the program took longer than time_limit = {self.time_limit:g} seconds")
-
-    def _reward(self) -> float | None:
+    def scored(self) -> float | None:
+        """What it posted or printed, or the task's reward."""
         if self.episode.reward is not None:
             return self.episode.reward
         lines = _tail(self.output).splitlines()

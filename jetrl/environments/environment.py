@@ -32,6 +32,8 @@ from jetrl.environments.asked import Asked
 from jetrl.environments.calculator import Calculator
 from jetrl.environments.command import Command
 from jetrl.environments.retry import Retry
+from jetrl.environments.spoken import Spoken
+from jetrl.environments.verifiers import Verifiers, require_verifiers
 from jetrl.errors import UserError, defined_at, shown
 from jetrl.hashing import stable_hash
 from jetrl.rewards.function import RewardFunction
@@ -41,7 +43,7 @@ from jetrl.user_code.from_python import NOTHING, FromPython, is_given
 from jetrl.user_code.importing import import_attribute
 from jetrl.values import value_of
 
-BUILTIN: Mapping[str, type] = {"calculator": Calculator, "command": Command, "retry": Retry}
+BUILTIN: Mapping[str, type] = {"calculator": Calculator, "command": Command, "retry": Retry, "verifiers": Verifiers}
 TOOLS = "tools"  # built in as well, and made of `environment.tools` by `environments/tools.py`
 
 Messages = str | Message | Sequence[Message]
@@ -82,7 +84,7 @@ class Factory:
     @property
     def takes_turns(self) -> bool:
         """Whether `step` gets the policy's turn as `Said`, and may go on from any turn (`Asked`)."""
-        return issubclass(self.kind, Command)
+        return issubclass(self.kind, Spoken)
 
     def __call__(self) -> Any:
         made = self.kind(**self.params)
@@ -120,6 +122,8 @@ def load_environment(
         kind = import_attribute(name, "environment.name", "class", own=own)
     elif name in BUILTIN:
         kind = BUILTIN[name]
+        if kind is Verifiers:
+            require_verifiers()
     else:
         near = difflib.get_close_matches(name, (*BUILTIN, TOOLS), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join((*BUILTIN, TOOLS))}."

@@ -15,9 +15,10 @@ from byte_tokenizer import HERMES, saved
 from tiny import tiny_config, tiny_run
 
 from jetrl import UserError
-from jetrl.environments import command
+from jetrl.environments import spoken
 from jetrl.environments.asked import Said
-from jetrl.environments.command import Command, ProgramFailed, words_of
+from jetrl.environments.command import Command, words_of
+from jetrl.environments.spoken import ProgramFailed
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.run.replay.checks import replay
 from jetrl.serve import gateway
@@ -324,10 +325,10 @@ print(json.dumps({"reward": made}))
 
 def test_the_http_process_is_found_again_after_it_died(talk: Any) -> None:
     first, _ = talk('chat([said("a")])')
-    process = command._GATEWAY._process
+    process = spoken.GATEWAY._process
     assert process is not None and first.step(says("x"))[2]
     os.kill(process.pid, 9)
     process.wait(60)
     second, _ = talk('chat([said("a")])')
-    assert second.step(says("x"))[2] and command._GATEWAY._process is not process
+    assert second.step(says("x"))[2] and spoken.GATEWAY._process is not process
     assert gateway.MODEL == "policy"

@@ -25,10 +25,11 @@ class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
 
     @vf.reward
     async def found(self, trace: vf.Trace) -> float:
-        """1 for the first guess, 0.75 for the second, and so on; 0 where none is right."""
-        guesses = [message.content for message in trace.assistant_messages]
+        """1 for the first guess, less for each later one; where none is right, a little for digits."""
+        guesses = [str(message.content) for message in trace.assistant_messages]
         right = [turn for turn, guess in enumerate(guesses) if guess == str(self.data.secret)]
-        return 1.0 - right[0] / TURNS if right else 0.0
+        digits = sum(guess.isascii() and guess.isdigit() for guess in guesses)
+        return 1.0 - right[0] / (2 * TURNS) if right else 0.1 * digits / TURNS
 
 
 class GuessTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):

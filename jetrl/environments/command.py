@@ -20,7 +20,8 @@ from contextlib import suppress
 from typing import IO, Any
 
 from jetrl.environments.retry import score_answer
-from jetrl.environments.spoken import ProgramFailed, Spoken
+from jetrl.environments.spoken import Spoken
+from jetrl.environments.worker import ConversationFailed, Worker, Workers, give_up, result_of
 from jetrl.errors import UserError, shorten
 from jetrl.rewards.function import RewardFunction
 from jetrl.serve.gateway import MODEL
@@ -29,19 +30,33 @@ from jetrl.untrusted import json_value
 _SHOWN = 2000  # bytes of what it printed that are read at its end
 
 
+WORKERS = Workers()
+
+
 class Command(Spoken):
-    """A program speaks, which is ended after `time_limit` seconds."""
+    """A program speaks, one for each conversation, which is ended after `time_limit` seconds; or with `lasting` one
+    for all of them (`environments/worker.py`)."""
 
     def __init__(
         self, command: str | Sequence[str], reward: RewardFunction | None = None, time_limit: float = 600.0,
-        forks: bool = True, ignore: Sequence[str] = (),
+        forks: bool = True, ignore: Sequence[str] = (), lasting: bool = False,
     ) -> None:
         super().__init__(time_limit, forks, ignore)
-        self.words, self.reward = words_of(command), reward
+        if type(lasting) is not bool:
+            raise UserError(f"environment.params.lasting: must be true or false, got {lasting!r}.")
+        self.words, self.reward, self.lasting = words_of(command), reward, lasting
+        self.worker: Worker | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     def begin(self, problem: dict[str, Any]) -> None:
-        """Start the program."""
+        """Start the program, or tell the one that runs."""
+        if self.lasting:
+            self.worker = WORKERS.take(self.words)
+            self.worker.send({
+                "episode": self.episode.id, "url": self.episode.url, "key": self.episode.key, "model": MODEL,
+                "problem": problem,
+            })
+            return
         self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         given = {
             "OPENAI_BASE_URL": self.episode.url, "OPENAI_API_KEY": self.episode.key, "OPENAI_MODEL": MODEL,
@@ -60,15 +75,19 @@ class Command(Spoken):
                 raise UserError(f"environment.params.command: {self.words[0]} cannot be started: {error}.") from error
 
     def over(self) -> bool:
-        """Whether the program has ended with status 0."""
+        """Whether the program has ended with status 0, or has done with this conversation."""
+        if self.worker is not None:
+            return bool(result_of(self.worker, self.episode.id))
         assert self.process is not None
         status = self.process.poll()
         if status:
-            raise ProgramFailed(f"the program ended with status {status}: {_tail(self.errors)}")
+            raise ConversationFailed(f"the program ended with status {status}: {_tail(self.errors)}")
         return status == 0
 
     def end(self) -> None:
         """End the program, and what it has started, wherever it is."""
+        if self.worker is not None:
+            give_up(self.worker, self.episode.id)
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -85,11 +104,13 @@ class Command(Spoken):
         """What it posted or printed, or the task's reward."""
         if self.episode.reward is not None:
             return self.episode.reward
-        lines = _tail(self.output).splitlines()
+        if self.worker is not None and "reward" in (found := result_of(self.worker, self.episode.id)):
+            return found["reward"]  # the pool checks it
+        lines = _tail(self.output).splitlines() if self.process is not None else []
         with suppress(ValueError):
             found = json_value(lines[-1] if lines else "")
             if isinstance(found, dict) and "reward" in found:
-                return found["reward"]  # the pool checks it
+                return found["reward"]
         return None if self.reward is None else score_answer(self.reward, self.problem, self.last)
 
 

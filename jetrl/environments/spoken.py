@@ -15,16 +15,13 @@ from typing import Any
 from jetrl.chat.fields import Message
 from jetrl.chat.tool_calls import CallFormat
 from jetrl.environments.asked import Asked, Said
+from jetrl.environments.worker import ConversationFailed
 from jetrl.errors import UserError
 from jetrl.serve.calls import for_template
 from jetrl.serve.gateway import Call, Gateway, Rules
 
 _PERIOD = 0.05  # seconds between two looks at whether it is over
 GATEWAY = Gateway()
-
-
-class ProgramFailed(Exception):
-    """The program did not do its part."""
 
 
 class Spoken:
@@ -49,7 +46,7 @@ class Spoken:
         raise NotImplementedError
 
     def over(self) -> bool:
-        """Whether it has ended without an error; ProgramFailed with one."""
+        """Whether it has ended without an error; ConversationFailed with one."""
         raise NotImplementedError
 
     def scored(self) -> float | None:
@@ -68,7 +65,7 @@ class Spoken:
         self.begin(problem)
         messages = self._next()
         if messages is None:
-            raise ProgramFailed("the program ended without asking the policy")
+            raise ConversationFailed("the program ended without asking the policy")
         return messages
 
     def step(self, action: Said) -> tuple[Sequence[Message], float | None, bool]:
@@ -92,7 +89,7 @@ class Spoken:
             failed, over = None, False
             try:
                 over = self.over()
-            except ProgramFailed as error:
+            except ConversationFailed as error:
                 failed = error
             with suppress(Empty):  # a call that came before its end counts
                 self.call = self.episode.asks.get(timeout=_PERIOD)
@@ -103,4 +100,4 @@ class Spoken:
                 return None
             if time.monotonic() > self.deadline:
                 self.end()
-                raise ProgramFailed(f"the program took longer than time_limit = {self.time_limit:g} seconds")
+                raise ConversationFailed(f"the program took longer than time_limit = {self.time_limit:g} seconds")

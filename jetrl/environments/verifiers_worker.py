@@ -1,4 +1,4 @@
-"""The process in which episodes of `verifiers` run: `python -m jetrl.environments.verifiers_worker`.
+"""The process in which episodes of `verifiers` run, that `environments/verifiers.py` starts.
 
 JSON by lines. In: first the environment, then episodes with the policy's address, and cancels. Out: how many tasks
 there are, or why it cannot be; then each episode's reward or error. It ends with its input, after the last episode.

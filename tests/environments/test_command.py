@@ -18,7 +18,7 @@ from jetrl import UserError
 from jetrl.environments import spoken
 from jetrl.environments.asked import Said
 from jetrl.environments.command import Command, words_of
-from jetrl.environments.spoken import ProgramFailed
+from jetrl.environments.worker import ConversationFailed
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.run.replay.checks import replay
 from jetrl.serve import gateway
@@ -163,7 +163,7 @@ def test_what_a_conversation_cannot_be(talk: Any, what: str) -> None:
     ("os.kill(os.getpid(), 9)", {}, "ended with status -9"),
 ])
 def test_programs_that_fail(talk: Any, code: str, params: dict[str, Any], text: str) -> None:
-    with pytest.raises(ProgramFailed, match=text):
+    with pytest.raises(ConversationFailed, match=text):
         talk(code, **params)
 
 

@@ -46,7 +46,7 @@ class Worker:
         try:
             found = await self._episode(asked, name)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:_SHOWN]}
+            found = {"error": told(error)}
         finally:
             del os.environ[name]
             self.running.pop(id, None)
@@ -70,6 +70,11 @@ def tell(out: IO[str], message: dict[str, Any]) -> None:
     """One line."""
     out.write(json.dumps(message) + "\n")
     out.flush()
+
+
+def told(error: Exception) -> str:
+    """An error in a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
 
 
 def load(given: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -98,7 +103,7 @@ def main() -> None:
         if not tasks:
             raise ValueError("the taskset has no tasks")
     except Exception as error:
-        tell(out, {"refused": f"{type(error).__name__}: {error}"[:_SHOWN]})
+        tell(out, {"refused": told(error)})
         return
     asyncio.run(Worker(vf, env, tasks, out).serve())
 

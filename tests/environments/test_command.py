@@ -17,8 +17,8 @@ from tiny import tiny_config, tiny_run
 from jetrl import UserError
 from jetrl.environments import spoken
 from jetrl.environments.asked import Said
-from jetrl.environments.command import Command, words_of
-from jetrl.environments.worker import ConversationFailed
+from jetrl.environments.command import WORKERS, Command, words_of
+from jetrl.environments.worker import ConversationFailed, Workers
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.run.replay.checks import replay
 from jetrl.serve import gateway
@@ -189,7 +189,7 @@ def test_bad_parameters() -> None:
         with pytest.raises(UserError, match="environment.params.command"):
             words_of(wrong)
     assert words_of("python 'my agent.py'") == ["python", "my agent.py"]
-    for name, wrong in (("forks", 1), ("ignore", "temperature"), ("ignore", [1])):
+    for name, wrong in (("forks", 1), ("lasting", "yes"), ("ignore", "temperature"), ("ignore", [1])):
         with pytest.raises(UserError, match=f"environment.params.{name}"):
             Command("x", **{name: wrong})
     for limit in (0, -1, "5", True):
@@ -223,6 +223,88 @@ def test_a_run_trains_through_programs(tmp_path: Path, monkeypatch: pytest.Monke
     errors = [row["environment/num_errors"] for row in rows]
     assert 0 < sum(errors) < 16 if fail else errors == [0, 0]
     assert any(row["reward/mean"] > 0 for row in rows)
+
+
+LASTING = """
+import json, sys, threading, urllib.request
+
+def play(asked):
+    problem, messages, text = asked["problem"], [{"role": "user", "content": asked["problem"]["prompt"]}], ""
+    for turn in range(2):
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer " + asked["key"]}
+        body = json.dumps({"model": asked["model"], "messages": messages}).encode()
+        made = urllib.request.Request(asked["url"] + "/chat/completions", body, headers)
+        message = json.load(urllib.request.urlopen(made, timeout=300))["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": "+1="}]
+        text += message["content"]
+        if "die" in text:
+            sys.stdout.flush(), sys.stderr.write("it broke"), sys.stderr.flush(), __import__("os")._exit(3)
+    return {"error": "no luck"} if problem["seed"] == 13 else {"reward": text.count("1") / (1 + len(text))}
+
+def one(asked):
+    print("some", "words", flush=True)
+    print(json.dumps({"episode": asked["episode"], **play(asked)}), flush=True)
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "cancel" not in asked:
+        threading.Thread(target=one, args=(asked,)).start()
+"""
+
+
+@pytest.fixture
+def lasting(tmp_path: Path) -> Iterator[Any]:
+    """Begins a conversation with a program that has many."""
+    path, made = tmp_path / "lasting.py", list[Command]()
+    path.write_text(LASTING)
+
+    def begin(seed: int = 1, **params: Any) -> Command:
+        made.append(Command([sys.executable, str(path)], lasting=True, **params))
+        made[-1].reset({"prompt": "1+1=", "answer": "2", "id": "p", "seed": seed})
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+    WORKERS.stop()
+
+
+def test_one_program_has_many_conversations(lasting: Any) -> None:
+    one, two, bad = lasting(), lasting(), lasting(seed=13)
+    assert one.worker is two.worker is bad.worker and one.process is None
+    assert not two.step(says("11"))[2] and not one.step(says("x"))[2] and not bad.step(says("x"))[2]
+    assert two.step(says("1")) == ([], 0.75, True) and one.step(says("x")) == ([], 0.0, True)
+    with pytest.raises(ConversationFailed, match="no luck"):
+        bad.step(says("x"))
+    late = lasting()
+    assert late.worker is one.worker and not late.step(says("a"))[2]
+    dead = lasting()
+    with pytest.raises(ConversationFailed, match="has ended before the conversation: it broke"):
+        dead.step(says("die"))
+    with pytest.raises(ConversationFailed, match="it broke"):
+        late.step(says("b"))
+    again = lasting()
+    assert again.worker is not one.worker and not again.step(says("a"))[2]
+    with pytest.raises(UserError, match="cannot be started"):
+        Command("/nowhere/agent", lasting=True).reset({"prompt": "a"})
+    few = Workers(most=1)
+    first, second = (few.take([sys.executable, "-c", "input(); input()"]) for _ in range(2))
+    assert first is not second
+    few.stop(), first.stop()
+
+
+def test_a_run_trains_through_a_lasting_program(tmp_path: Path) -> None:
+    agent = tmp_path / "lasting.py"
+    agent.write_text(LASTING)
+    rows = read_metrics(tiny_run(tmp_path, {
+        "environment.name": "command", "task.reward": None, "train.steps": 2, "eval.eval_interval": 0,
+        "environment.params": {"command": [sys.executable, str(agent)], "lasting": True},
+        "rollout.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_response_length": 40,
+        "environment.max_turn_tokens": 10, "environment.timeout": 300,
+    }))[-2:]
+    WORKERS.stop()
+    assert [row["parity/logprob_abs_diff_max"] for row in rows] == [0.0, 0.0]
+    assert all(row["environment/turns_mean"] == 2.0 and row["environment/num_errors"] == 0 for row in rows)
 
 
 FORKS = PROGRAM + """

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from jetrl.branches import in_order, packed_length, rows_of, stream_of
 from jetrl.errors import UserError
 from jetrl.rl.advantage import advantages
-from jetrl.rollout.live import Live
+from jetrl.rollout.requests import RolloutRequest
+from jetrl.rollout.talk import Talk
 from jetrl.train.packing import by_trajectory, denominators, fill, held, pack, with_rows
-from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, SamplingParams, Segment, Trajectory
 
 PROMPT = Prompt(0, Problem("p", "", ""), ())
+ASKED = RolloutRequest(SamplingParams(1000), 1, 0, 100)
 
 
 def said(number: int, count: int, policy: bool) -> Segment:
@@ -26,18 +28,19 @@ def said(number: int, count: int, policy: bool) -> Segment:
     return Segment("policy", tokens, str(number), -(tokens + 1.0) / 64, spans=((0, 3),))
 
 
-def grown(steps: list[tuple[int, int, int]]) -> Live:
+def grown(steps: list[tuple[int, int, int]]) -> Talk:
     """A conversation of so many turns: each follows a turn (-1: none), after so many tokens, and draws so many."""
-    one = Live(7, PROMPT)
+    one = Talk(7, PROMPT, ASKED, forks=True)
     for number, (after, reply, drawn) in enumerate(steps):
         if number:
             one.go_on_from(min(after, one.num_turns - 1))
         for segment in (said(2 * number, reply, False), said(2 * number + 1, drawn, True)):
             one.append(segment, tuple(segment.tokens.tolist()))
+        one.num_turns += 1
     return one
 
 
-def trajectory(one: Live) -> Trajectory:
+def trajectory(one: Talk) -> Trajectory:
     return Trajectory(one.in_order(), "stop", "flow", "", one.key)
 
 
@@ -75,7 +78,7 @@ def test_every_segment_is_one_rows_own_behind_what_it_followed(steps: list[tuple
     assert len({row.stream for row in rows}) == len(rows)
 
 
-def rows_to(one: Live) -> tuple[Segment, ...]:
+def rows_to(one: Talk) -> tuple[Segment, ...]:
     """The row that ends with the last segment."""
     last = one.segments[-1].text
     return next(row.segments[: i + 1] for row in rows_of(one.in_order()) for i, s in enumerate(row.segments)

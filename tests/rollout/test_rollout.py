@@ -12,9 +12,9 @@ from hash_model import HashModel, Letters, learners_logprobs, make_engine, real_
 
 from jetrl.branches import rows_of
 from jetrl.errors import UserError
-from jetrl.rollout.live import Live
 from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest, eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
+from jetrl.rollout.talk import Talk
 from jetrl.types import (
     Completion,
     Group,
@@ -26,6 +26,8 @@ from jetrl.types import (
     Segment,
     StepReport,
     Trajectory,
+    log_probs,
+    token_ids,
 )
 
 POLICY = SamplingParams(40, ignore_eos=True)
@@ -428,12 +430,13 @@ def test_branches_are_drawn_from_all_before_them_with_ids_of_their_own(tokens: i
 
 
 def test_a_conversation_in_one_line_has_no_branch() -> None:
-    one = Live(3, prompts(1)[0])
-    for turn in range(3):
-        if turn:
-            one.go_on_from(turn - 1)
-            assert not one.begins_branch
-        for author in ("environment", "policy"):
-            segment = Segment(author, (turn,), "", (-1.0,) if author == "policy" else ())  # type: ignore[arg-type]
-            assert one.append(segment, (turn,)) == 3
-    assert one.in_order() == tuple(one.segments) and one.length == len(one.tokens) == 6 and one.num_turns == 3
+    asked = RolloutRequest(SamplingParams(100), 1, 0, 9)
+    for forks in (True, False):
+        one = Talk(3, prompts(1)[0], asked, forks=forks)
+        for turn in range(3):
+            assert one.heard(Reply(3, (turn + 1,), "", after=turn - 1 if turn else None)) is None
+            assert one.turn().id == 3 and not one.begins_branch
+            one.said(Completion(3, token_ids([turn]), log_probs([-1.0]), "", "stop", 0, "flow"))
+        assert one.in_order() == tuple(one.segments) and one.length == len(one.tokens) == 6 and one.num_turns == 3
+    with pytest.raises(UserError, match="rollout.overcommit = 0"):
+        one.heard(Reply(3, (1,), "", after=0))

@@ -12,7 +12,7 @@ from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import Config
 from jetrl.config.toml import toml_literal
-from jetrl.environments.environment import TOOLS, Factory, load_environment
+from jetrl.environments.environment import TOOLS, Factory, for_tokenizer, load_environment
 from jetrl.environments.tools import tools_factory
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
@@ -264,7 +264,8 @@ def scoring(
         return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
     with_signal(named, config)
     own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own, given)
+    found = load_environment(config.environment.name, config.environment.params, own, given)
+    return named, for_tokenizer(found, tokenizer, config.task)
 
 
 def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:

@@ -186,6 +186,9 @@ def test_publishing_touches_adapters_alone_and_in_place() -> None:
         model(varlen(BATCH))
     model.publish()
     assert model.addresses() == places and checksum(published(without_adapters(model))) == base
+    adapters = [linear.lora for linear in model.modules() if isinstance(linear, FlowLinear)]
+    for table in (part for adapter in adapters for part in (adapter.a, adapter.b)):
+        assert_bitwise_equal(table.published, table.weight.detach().bfloat16())
     changed = {name for name, tensor in published(model).items() if not torch.equal(
         tensor.values.view(torch.uint8), before[name].view(torch.uint8))}
     assert changed == {name for name in before if "lora_" in name}

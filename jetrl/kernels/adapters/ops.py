@@ -53,6 +53,12 @@ def finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> 
     return backend_of(y).adapter_finish(y, begun, b, scale, places)
 
 
+def expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
+    """The gradient of u [T, P r] from `dy` [T, N]: s times the sums over rows of B in FP32, rounded once."""
+    _check(dy, len(places) * b.shape[1], b, places)
+    return backend_of(dy).adapter_expand_backward(dy, b, scale, places)
+
+
 def _check(y: Tensor, ranks: int, b: Tensor, places: Places) -> None:
     assert ranks == len(places) * b.shape[1] and places[-1][1][1] == b.shape[0] and b.dtype == y.dtype
     assert all(last - first == stop - start for (start, stop), (first, last) in places)

@@ -32,3 +32,11 @@ def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
 
 def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
     return adapter_expand(y, begun.left, b, scale, places, y)
+
+
+def adapter_expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
+    parts = []
+    for (start, stop), (first, last) in places:
+        turned = PreparedBF16(b[first:last].T.contiguous())
+        parts.append(ref.bf16_gemm(dy[:, start:stop].contiguous(), turned).to(torch.float32) * scale)
+    return torch.cat(parts, 1).to(dy.dtype)

@@ -187,3 +187,11 @@ def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
 def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
     """`reference.adapter_finish`."""
     return _expand(y, begun.left, b, scale, places, y, len(begun.left) if begun.left.ndim == 3 else 0)
+
+
+def adapter_expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
+    """`reference.adapter_expand_backward` by cuBLAS, which reads columns of `dy` where they are: reproducible, and
+    gradients are not part of parity."""
+    parts = [torch.mm(dy[:, start:stop], b[first:last], out_dtype=torch.float32)
+             for (start, stop), (first, last) in places]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(scale).to(dy.dtype)

@@ -62,15 +62,15 @@ class Adapter(nn.Module):
 
     def __init__(
         self, lora: Lora, in_features: int, sections: tuple[int, ...], chosen: tuple[int, ...],
-        master_dtype: torch.dtype | None, dtype: torch.dtype,
+        master_dtype: torch.dtype | None, dtype: torch.dtype, copies: int = 1,
     ) -> None:
         super().__init__()
         self.rank, self.scale = lora.rank, lora.scale
         of_base = edges(sections)
         rows = tuple(sections[i] for i in chosen)
         self.places = tuple((of_base[i], own) for i, own in zip(chosen, edges(rows), strict=True))  # in y, in b
-        self.a = Published((len(chosen) * lora.rank, in_features), master_dtype, dtype)
-        self.b = Published((sum(rows), lora.rank), master_dtype, dtype)
+        self.a = Published((copies * len(chosen) * lora.rank, in_features), master_dtype, dtype)
+        self.b = Published((copies * sum(rows), lora.rank), master_dtype, dtype)
 
     def extra_repr(self) -> str:
         return f"rank {self.rank}, scale {self.scale:g}"

@@ -8,6 +8,9 @@ OPS = (
     Op("adapter_shrink", reference="adapters.reference", hopper="adapters.triton"),
     Op("adapter_expand", reference="adapters.reference", hopper="adapters.triton"),
     Op("adapter_expand_backward", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_shrink_rows", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_expand_rows", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_expand_rows_backward", reference="adapters.reference", hopper="adapters.triton"),
     Op("adapter_begin", reference="adapters.reference", hopper="adapters.triton"),
     Op("adapter_finish", reference="adapters.reference", hopper="adapters.triton"),
 )

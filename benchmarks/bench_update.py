@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row of each variant and of the reference pass in each round; the first, which compiles, has none."""
     config = config_of(args)
     masters = getattr(torch, STATES[args.state][0])
-    model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters)
+    model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters, kernels=args.kernels)
     accumulate_in(model, torch.float32)
     learner = Learner(model, build_optimizer(masters_of(model), config.train))
     batch = packed_batch(args, learner, config)
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="only list the kernels of the last variant's update")
+    parser.add_argument("--kernels", default="auto", help="hopper or triton")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="update")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -207,7 +208,7 @@ def main() -> None:
     require_gpu()
     rows = []
     for row in measure(args):
-        rows.append(row | {"precision": args.precision, "layers": args.layers})
+        rows.append(row | {"precision": args.precision, "layers": args.layers, "kernels": args.kernels})
         if args.one:
             emit(rows[-1] | {"environment": environment()})
     if args.one or args.profile:

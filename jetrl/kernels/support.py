@@ -36,10 +36,8 @@ def extra_for(found: tuple[int, int] | None) -> str:
 
 def refusals(backend: str = "hopper") -> tuple[str, ...]:
     """Why a backend of GPUs cannot run on this machine, each with what to do; empty where it can."""
-    if backend == PORTABLE:
-        reasons = (_any_gpu(), _packages(PORTABLE_EXTRA))
-    else:
-        reasons = (_gpu(), _packages(EXTRA), _toolkit())
+    portable = backend == PORTABLE
+    reasons = (_any_gpu(), _packages(PORTABLE_EXTRA)) if portable else (_gpu(), _packages(EXTRA), _toolkit())
     return tuple(reason for reason in reasons if reason)
 
 

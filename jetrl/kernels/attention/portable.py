@@ -91,7 +91,9 @@ def _step(
     return new, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["starts", "lengths", "table"])
+@triton.jit(
+    do_not_specialize=["table_stride", "rows_of_lse"], do_not_specialize_on_alignment=["starts", "lengths", "table"]
+)
 def _attention_kernel(
     q, keys, values, scales, table, starts, lengths, out, lse, scale, table_stride, rows_of_lse,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,

@@ -23,7 +23,7 @@ from torch import Tensor
 _QUERIES, _KEYS = 64, 64  # of a tile; half as many for heads beyond 128
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def _delta_kernel(out, grad, delta, rows, tokens, N: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr):
     """`delta` [N, T] = rowsum(dO * O) of R heads."""
     row, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, HB)
@@ -42,7 +42,7 @@ def _rows(x, first, count, head, cols, HEADS: tl.constexpr, H: tl.constexpr, R: 
     return tl.load(x + at, mask=(row < count)[:, None] & (cols < H)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "key_starts"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "key_starts"])
 def _keys_kernel(
     q, k, v, grad, lse, delta, starts, key_starts, dk, dv, scale, log2_scale, tokens,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
@@ -84,7 +84,7 @@ def _keys_kernel(
         tl.store(dv + to, d_values.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "key_starts"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["starts", "key_starts"])
 def _queries_kernel(
     q, k, v, grad, lse, delta, starts, key_starts, dq, scale, log2_scale, tokens,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,

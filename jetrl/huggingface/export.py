@@ -24,6 +24,7 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.write import name_tokenizer_class
 from jetrl.kernels.quantize.ops import quantize_weight, weight_values
 from jetrl.model.block import Piece
+from jetrl.model.names import stored_types
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
@@ -69,7 +70,8 @@ def export(
     config = hf.hf_config(spec, base)
     if (said := base.get(trained.KEY)) or trained_with is not None:
         config[trained.KEY] = said or trained.record(trained_with)  # type: ignore[arg-type]  # one of the two is there
-    tensors = {name: (tensor, torch.bfloat16) for name, tensor in hf.to_hf(spec, state).items()}
+    types = stored_types(spec, torch.bfloat16)
+    tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
     if fp8:
         config["quantization_config"] = quantization_config(spec, recipe)
         for ours in fp8_weights(spec, recipe):

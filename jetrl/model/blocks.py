@@ -9,13 +9,17 @@ from torch import Tensor, nn
 
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Build, Context, Tap
+from jetrl.model.gated_attention import GatedAttention
+from jetrl.model.gated_delta import GatedDelta
 from jetrl.model.mlp import MLP
 from jetrl.model.moe import MoE
 from jetrl.precision.blocks.layouts import blocks_of
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
-MODULES: dict[str, type[Block]] = {"attention": Attention, "mlp": MLP, "moe": MoE}
+MODULES: dict[str, type[Block]] = {
+    "attention": Attention, "gated_attention": GatedAttention, "gated_delta": GatedDelta, "mlp": MLP, "moe": MoE,
+}
 
 
 class Layer(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from jetrl.model.block import Piece
@@ -28,6 +29,12 @@ def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
     if not spec.tie_embeddings:
         table["lm_head.weight"] = (Piece("lm_head.weight", (V, D)),)
     return table
+
+
+def stored_types(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each tensor in a folder whose matrices are in `dtype`."""
+    pieces = (piece for pieces in tensor_table(spec).values() for piece in pieces)
+    return {piece.name: torch.float32 if piece.fp32 else dtype for piece in pieces}
 
 
 def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, ...]]:
@@ -66,8 +73,9 @@ def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for ours, pieces in table.items():
         rows = [piece.shape[0] for piece in pieces]
-        shape = (sum(rows), *pieces[0].shape[1:])
+        shape = (sum(rows), *pieces[0].flat[1:])
         if tuple(state[ours].shape) != shape:
             raise ValueError(f"{ours} has shape {tuple(state[ours].shape)}; the spec asks for {shape}")
-        out.update(zip((piece.name for piece in pieces), state[ours].detach().split(rows), strict=True))
+        parts = state[ours].detach().split(rows)
+        out.update((piece.name, part.reshape(piece.shape)) for piece, part in zip(pieces, parts, strict=True))
     return out

@@ -75,7 +75,8 @@ class _Forward(_Builder):
 
     def norm(self, name: str, x: str) -> str:
         inputs = {"x": x, "weight": self.leaf(f"{name}.weight")}
-        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps})
+        offset: dict[str, Attribute] = {"offset": 1} if self.spec.norm_offset else {}
+        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps} | offset)
 
 
 class _Backward(_Builder):
@@ -154,6 +155,10 @@ class _Scope:
         """The full name of a node of this layer."""
         return f"layers.{self.layer}.{name}"
 
+    def parameter(self, name: str, out: Format = BF16) -> str:
+        """A weight of the block's own, beside those of norms and linears."""
+        return self._builder.leaf(self.at(f"{name}.weight"), out=out)
+
     def op(self, name: str, op: str, inputs: Mapping[str, str], out: Format = BF16, **attributes: Attribute) -> str:
         """The operator `name` of this layer. `inputs`: slot -> full name of the node that it reads."""
         return self._builder.op(self.at(name), op, inputs, out, attributes, self._rounding)
@@ -215,6 +220,13 @@ class BlockBackward(_Scope):
     def saved(self, name: str, out: Format = BF16) -> str:
         """The output of the forward's operator `name`, kept for the backward pass."""
         return self._builder.saved(self.at(name), out)
+
+    def weight_sum(self, name: str, inputs: Mapping[str, str], by: str) -> None:
+        """The gradient of the block's own weight `name`, a sum over tokens of what the operator `by` of the backward
+        pass reads."""
+        builder = self._builder
+        if builder.trains_base:
+            builder.weight_gradient(self.at(f"{name}.weight"), self.op(f"{by}.wgrad", "weight_sum", inputs, FP32))
 
     def norm(self, name: str, dy: str, x: str) -> str:
         """Both gradients of an RMSNorm; `x` is the full name of what it read. Returns the name of x's gradient."""

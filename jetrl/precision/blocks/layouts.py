@@ -11,6 +11,8 @@ from collections.abc import Callable
 from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.blocks.gated_attention import GatedAttention
+from jetrl.precision.blocks.gated_delta import GatedDelta
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
 from jetrl.precision.blocks.states import PerSequence, State
@@ -21,6 +23,7 @@ from jetrl.spec import ModelSpec
 Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
 
 ATTENTION, DENSE_MLP, EXPERTS = Attention(), MLP(), MoE()
+GATED_ATTENTION, GATED_DELTA = GatedAttention(), GatedDelta()
 
 
 def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
@@ -33,7 +36,15 @@ def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     return (ATTENTION, EXPERTS if spec.experts is not None and spec.experts.in_layer(layer) else DENSE_MLP)
 
 
-LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture}
+def hybrid(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Gated DeltaNet or gated attention, as the spec says for this layer, and an MLP."""
+    assert spec.delta is not None, f"a hybrid family, and no DeltaSpec in the spec of {spec.family}"
+    return (GATED_DELTA if layer in spec.delta.layers else GATED_ATTENTION, DENSE_MLP)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture, "qwen3_5_text": hybrid,
+}
 
 
 def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:

@@ -254,10 +254,9 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list | tuple):
         raise UserError(f"layer_types = {layer_types!r} must be a list with a type for each layer.")
-    own = {hybrid.LINEAR} if facts.hybrid else set()
-    if other := sorted({str(kind) for kind in layer_types} - {"full_attention"} - own):
-        raise UserError(f"layer_types has {', '.join(other)}, which is not supported; "
-                        f"{' and '.join(sorted({'full_attention'} | own))} {'are' if own else 'alone is'}.")
+    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if other and not facts.hybrid:
+        raise UserError(f"layer_types has {', '.join(other)}, which is not supported; only full_attention is.")
     if layer_types and len(layer_types) != config.get("num_hidden_layers"):
         raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
                         f"{config.get('num_hidden_layers')}.")

@@ -27,7 +27,8 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.delta.parts import BLOCK, CHUNK, DeltaState, HeadSizes, Parts, empty_state
 
 L2_EPS = 1e-6
-_ROW_BITS, _WEIGHT_BITS = 18, 24
+_ROW_BITS, _WEIGHT_BITS = 23, 24  # 64 products of 47 bits stay below 2**53
+_FINE_BITS, _FINE_K = 23, 128  # likewise
 
 
 def conv_heads(
@@ -152,13 +153,14 @@ class _Walk:
         i = torch.minimum(i, (at + n - 1)[:, None])
         q, k, v, g, beta = (tensor[index].transpose(1, 2) for tensor in self.inputs)  # [A, H, m, ...]
         beta = beta[..., None]
-        sums = self._sums(g, who, at, n)
-        a = torch.arange(len(members))[:, None]
-        keys = held.keys[who]
-        keys[a.expand_as(i)[live], :, i[live]] = k.transpose(1, 2)[live]
-        held.keys[who] = keys
+        seen = (int((at + n).max()) + BLOCK - 1) // BLOCK * BLOCK  # columns of the chunk that any of them reads
+        sums = self._sums(g, who, at, n)[:, :, :seen]
+        a = torch.arange(len(members))[:, None].expand_as(i)
+        keys = held.keys[who, :, :seen]
+        keys[a[live], :, i[live]] = k.transpose(1, 2)[live]
+        held.keys[who, :, :seen] = keys
         here = i[:, None, :, None]  # [A, 1, m, 1]
-        j = torch.arange(CHUNK)
+        j = torch.arange(seen)
         start = here // BLOCK * BLOCK
         sum_i = sums.gather(2, i[:, None].expand(-1, sums.shape[1], -1))[..., None]  # [A, Hv, m, 1]
         decay = exact.exp(torch.where(j <= here, sum_i - sums[:, :, None], 0.0))
@@ -167,15 +169,16 @@ class _Walk:
         lower = torch.where(j < here, (beta * decay) * self._heads(_mm(k, keys)), zero)
         weights = torch.where(j <= here, decay * self._heads(_mm(q, keys)), zero).to(v.dtype)
         right = beta * (v.to(torch.float32) - gam * _mm(self._heads(k), high))
-        updates = held.updates[who]
-        x = (right - _mix(torch.where(j < start, lower, zero).to(v.dtype), updates)).to(v.dtype)
-        d = self._solved(who, at, i, live, lower, x)
-        updates[a.expand_as(i)[live], :, i[live]] = d.transpose(1, 2)[live]
-        held.updates[who] = updates
+        updates = held.updates[who, :, :seen]
+        if seen > BLOCK:
+            right = right - _mix(torch.where(j < start, lower, zero).to(v.dtype), updates)
+        d = self._solved(who, at, i, live, lower, right.to(v.dtype))
+        updates[a[live], :, i[live]] = d.transpose(1, 2)[live]
+        held.updates[who, :, :seen] = updates
         o = gam * _mm(self._heads(q), high) + _mix(weights, updates)
         o = (k.shape[-1] ** -0.5 * o).to(v.dtype)
         self.out[index[live]] = o.transpose(1, 2)[live]
-        self._move(who[(at + n) == CHUNK])
+        self._move(who[at + n == CHUNK])
 
     def _heads(self, x: Tensor) -> Tensor:
         """What belongs to key heads, for each value head."""
@@ -194,7 +197,7 @@ class _Walk:
         return sums
 
     def _solved(self, who: Tensor, at: Tensor, i: Tensor, live: Tensor, lower: Tensor, x: Tensor) -> Tensor:
-        """d [A, Hv, m, dv] of the new rows, from L [A, Hv, m, 64] and X; X and T of the block are kept."""
+        """d [A, Hv, m, dv] of the new rows, from L [A, Hv, m, ..] and X; X and T of the block are kept."""
         held, r, heads = self.held, i % BLOCK, lower.shape[1]
         start = (at // BLOCK * BLOCK)[:, None, None, None] + torch.arange(BLOCK)
         own = lower.gather(3, start.expand(-1, heads, lower.shape[2], -1))  # [A, Hv, m, 16]
@@ -233,7 +236,8 @@ def _high(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.mT`: exact sums, rounded once to FP32."""
-    (left, left_unit), (right, right_unit) = exact.align(a), exact.align(b)
+    bits = _FINE_BITS if a.shape[-1] <= _FINE_K else exact.GEMM_BITS
+    (left, left_unit), (right, right_unit) = exact.align(a.contiguous(), bits), exact.align(b.contiguous(), bits)
     return (exact.matmul_nt(left, right) * left_unit * right_unit.mT).to(torch.float32)
 
 

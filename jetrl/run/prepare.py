@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
-from jetrl.kernels.dispatch import require_experts
+from jetrl.kernels.dispatch import require_delta, require_experts
 from jetrl.kernels.support import require
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
@@ -136,9 +136,11 @@ def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: boo
 
 
 def check_experts(config: Config, spec: ModelSpec) -> None:
-    """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
+    """UserError if the model has experts, or Gated DeltaNet, and the config's kernels cannot compute that."""
     if spec.experts is not None:
         require_experts(config.kernels)
+    if spec.delta is not None:
+        require_delta(config.kernels)
 
 
 def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.delta import backward as plain
 from jetrl.kernels.delta.parts import DeltaState, HeadSizes, Parts
-from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.dispatch import delta_backend_of
 from jetrl.kernels.update.gradient import Gradient, grad_dtype
 
 
@@ -25,7 +25,7 @@ class _ConvHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.sizes, ctx.parts, ctx.gradient = sizes, parts, gradient
-        return backend_of(x).conv_heads(x, weight, sizes, parts, None)
+        return delta_backend_of(x).conv_heads(x, weight, sizes, parts, None)
 
     @staticmethod
     @once_differentiable
@@ -45,7 +45,7 @@ def conv_heads(
     if torch.is_grad_enabled():
         assert state is None, "gradients are those of packed sequences"
         return _ConvHeads.apply(x, gradient.param, gradient, weight, sizes, parts)
-    return backend_of(x).conv_heads(x, weight, sizes, parts, state)
+    return delta_backend_of(x).conv_heads(x, weight, sizes, parts, state)
 
 
 class _Gates(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _Gates(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits, a_log, dt_bias)
         ctx.dtypes = grad_dtype(a_master), grad_dtype(dt_master)
-        return backend_of(logits).delta_gates(logits, a_log, dt_bias)
+        return delta_backend_of(logits).delta_gates(logits, a_log, dt_bias)
 
     @staticmethod
     @once_differentiable
@@ -72,7 +72,7 @@ def delta_gates(
     `masters`."""
     if torch.is_grad_enabled():
         return _Gates.apply(logits, *masters, a_log, dt_bias)
-    return backend_of(logits).delta_gates(logits, a_log, dt_bias)
+    return delta_backend_of(logits).delta_gates(logits, a_log, dt_bias)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
         ctx.parts = parts
-        return backend_of(q).delta_rule(q, k, v, g, beta, parts, None)
+        return delta_backend_of(q).delta_rule(q, k, v, g, beta, parts, None)
 
     @staticmethod
     @once_differentiable
@@ -98,7 +98,7 @@ def delta_rule(
     if torch.is_grad_enabled():
         assert kept is None, "gradients are those of packed sequences"
         return _DeltaRule.apply(q, k, v, g, beta, parts)
-    return backend_of(q).delta_rule(q, k, v, g, beta, parts, kept)
+    return delta_backend_of(q).delta_rule(q, k, v, g, beta, parts, kept)
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -106,7 +106,7 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.eps, ctx.dtype = eps, grad_dtype(master)
-        return backend_of(x).gated_norm(x, gate, weight, eps)
+        return delta_backend_of(x).gated_norm(x, gate, weight, eps)
 
     @staticmethod
     @once_differentiable
@@ -126,14 +126,14 @@ def gated_norm(x: Tensor, gate: Tensor, master: Tensor, weight: Tensor, eps: flo
     """RMSNorm of each head, times silu(gate): `x`, `gate` [T, Hv, dv] -> the same, rounded."""
     if torch.is_grad_enabled():
         return _GatedNorm.apply(x, gate, master, weight, eps)
-    return backend_of(x).gated_norm(x, gate, weight, eps)
+    return delta_backend_of(x).gated_norm(x, gate, weight, eps)
 
 
 class _OutputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
-        return backend_of(x).output_gate(x, gate)
+        return delta_backend_of(x).output_gate(x, gate)
 
     @staticmethod
     @once_differentiable
@@ -147,4 +147,4 @@ def output_gate(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`, rounded once: what gated attention does to its heads [T, N, H]."""
     if torch.is_grad_enabled():
         return _OutputGate.apply(x, gate)
-    return backend_of(x).output_gate(x, gate)
+    return delta_backend_of(x).output_gate(x, gate)

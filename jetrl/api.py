@@ -376,9 +376,17 @@ def export_checkpoint(
         return _export_adapters(folder, out, fp8, merge, say)
     if merge:
         raise UserError(f"--merge is for adapters, and {folder} is a whole model. Leave it out.")
-    own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
+    config = None if run is None else load_config(run / "config.toml")
+    spec = hf.spec_from_folder(folder)
+    own = None if config is None else recipe_of(config, spec)
     recipe = own if own is not None and own.name != "bf16" else None
-    written = export_module.export(folder, out, fp8, recipe, trained_with=own)
+    base = None
+    if config is not None and config.model.path is not None and spec.delta is not None:
+        try:
+            base = model_folder(config.model.path, config.model.revision)
+        except UserError as error:
+            say(f"The text model alone, without the parts of {config.model.path} that jetrl does not train: {error}")
+    written = export_module.export(folder, out, fp8, recipe, trained_with=own, base=base)
     if rest := export_module.left_out(folder):
         say(f"Left out, because jetrl does not know them as files of a model: {some(rest)}")
     return written

@@ -148,8 +148,8 @@ def _hybrid(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
 
 def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
     """For the refusal of a family: what it is, if that can be said, and what takes its place."""
-    if config.get("model_type") in hybrid.NOT_YET:
-        return hybrid.NOT_YET[config["model_type"]], ", ".join(FAMILIES)
+    if unlike := hybrid.NOT_YET.get(str(config.get("model_type"))):
+        return unlike, ", ".join(FAMILIES)
     if isinstance(config.get("model_type"), str | None) and any(config.get(key) for key in _EXPERT_COUNTS):
         return ", a mixture of experts,", ", ".join(name for name, facts in FAMILIES.items() if facts.experts) + \
             " and, without experts, " + ", ".join(name for name, facts in FAMILIES.items() if not facts.experts)

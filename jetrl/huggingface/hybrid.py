@@ -48,6 +48,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, **text, "model_type": TEXT, "architectures": None, "tie_word_embeddings": tied}
 
 
+def nested_name(name: str) -> str:
+    """The name of a text model's tensor or module in a model with vision."""
+    return f"{TEXT_PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def canonical(name: str) -> str:
+    """The reverse: the name of a tensor in a text model."""
+    return f"model.{name.removeprefix(TEXT_PREFIX)}" if name.startswith(TEXT_PREFIX) else name
+
+
 def delta_of(sizes: Mapping[str, int], layer_types: tuple[str, ...]) -> DeltaSpec:
     """The layers of Gated DeltaNet. `sizes`: the values of the `linear_*` keys by name."""
     key_heads, value_heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]

@@ -5,7 +5,7 @@ Names are in `model/names.py`, `config.json` in `config.py`, writing in `write.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -88,14 +88,19 @@ def parameters_of(
     """
     folder = Path(folder)
     files, table = _tensor_files(folder), tensor_table(spec)
-    stored = {canonical(name): name for name in files if spec.delta is None or not name.startswith(hybrid.CARRIED)}
+    stored = {hybrid.canonical(name): name for name in files if spec.delta is None or not name.startswith(hybrid.CARRIED)}
     tied_head = _check_names(folder, spec, stored, table)
     return _read_files(folder, files, stored, table, tied_head, rows or {})
 
 
-def canonical(name: str) -> str:
-    """The name of a tensor in a text model; in a model with vision it is one level deeper."""
-    return f"model.{name.removeprefix(hybrid.TEXT_PREFIX)}" if name.startswith(hybrid.TEXT_PREFIX) else name
+def tensors_of(folder: Path, which: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a folder whose stored names are chosen, as they are stored."""
+    files = {name: file for name, file in _tensor_files(folder).items() if which(name)}
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        with _open(folder / file) as handle:
+            found |= {name: handle.get_tensor(name) for name, of in files.items() if of == file}
+    return found
 
 
 def _read_files(

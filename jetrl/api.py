@@ -26,6 +26,8 @@ from jetrl.huggingface import hub
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import is_adapters, read_adapters
 from jetrl.huggingface.merge import export_adapters, export_merged
+from jetrl.kernels.dispatch import definition
+from jetrl.kernels.support import capability
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _CPU_CACHE = 65_536  # tokens
+_ALL = 1 << 62  # bytes
 _TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]
 
 
@@ -172,7 +175,8 @@ def load_model(
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
-    digest, ends = flow_digest(spec, model.recipe), eos_ids(tokenizer, model_source(config), spec.vocab_size)
+    digest = flow_digest(spec, model.recipe, definition(config.kernels))
+    ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
     engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, ends))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine, formats)
@@ -269,7 +273,9 @@ def served_model(
     spec, before = policy.model.spec, policy.engine
     if kv_cache_tokens is None and policy.model.head_weight.device.type == "cpu":
         kv_cache_tokens = max(spec.max_position, min(_CPU_CACHE, max_num_seqs * spec.max_position))
-    settings = replace(before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
+    settings = replace(  # an idle server keeps its cache, and what it has captured
+        before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens, keep_bytes=_ALL
+    )
     engine = PagedEngine(policy.model, policy.tokenizer, before.flow_digest, settings)
     assert before.weights is not None
     engine.load(before.weights)
@@ -297,7 +303,7 @@ def evaluation_config(
     path = recipe or run / "config.toml"  # type: ignore[operator]
     _require_tokenizer_only(where, overrides, path)
     config = load_config(path, overrides)
-    return resolve(config, cuda_available=torch.cuda.is_available())
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 def _require_tokenizer_only(where: str | Path, overrides: Sequence[str], recipe: Path) -> None:

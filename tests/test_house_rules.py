@@ -80,8 +80,6 @@ REACHED_THROUGH = {
     "kernels/pointwise/reference": "kernels/pointwise/table",
     "kernels/quantize/reference": "kernels/quantize/table",
     "kernels/update/reference": "kernels/update/table",
-    "kernels/gemm/operands": "kernels/gemm/scaled_mm",
-    "kernels/launch": "kernels/pointwise/triton",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
     "huggingface/tokenizer": "huggingface/read",

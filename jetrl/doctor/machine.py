@@ -48,7 +48,7 @@ def threads(torch_threads: int) -> Finding:
     if torch_threads < usable and "OMP_NUM_THREADS" in os.environ:
         return Finding(SECTION, "threads", text, "note", "unset OMP_NUM_THREADS, or set num_threads, to use all cores")
     if busy := host.load():
-        cure = "end other programs; if you cannot, OMP_WAIT_POLICY=passive keeps waiting threads from taking cores"
+        cure = "end other programs; if you cannot, try OMP_WAIT_POLICY=passive: waiting threads then sleep at once"
         return Finding(SECTION, "threads", f"{text}; load {busy[0]:.1f} on {busy[1]}", "note", cure)
     return Finding(SECTION, "threads", text)
 

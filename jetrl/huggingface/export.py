@@ -25,7 +25,6 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.write import name_tokenizer_class
 from jetrl.kernels.quantize.ops import quantize_weight, weight_values
 from jetrl.model.block import Piece
-from jetrl.model.names import stored_types
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
@@ -33,6 +32,7 @@ from jetrl.spec import ModelSpec
 from jetrl.untrusted import inside
 
 HF_SUBFOLDER = "model"  # of a checkpoint
+_DEEPSEEKS = ".kv_a_proj_with_mqa.weight"  # its 576 rows end with half a block in DeepSeek's own files, too
 
 
 def export(
@@ -49,8 +49,9 @@ def export(
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does. What the
     model was trained with is noted in its config.json: what `source` says, else `trained_with`. Parts that jetrl does
-    not train, such as vision, are taken from `base`, the folder that a run began with, or from `source` (`carried`). Next to weights and
-    config, only files of `files.KNOWN_FILES` are copied. UserError where a file is a link that leads out of the folder.
+    not train, such as vision, are taken from `base`, the folder that a run began with, or from `source` (`carried`).
+    Next to weights and config, only files of `files.KNOWN_FILES` are copied. UserError where a file is a link that
+    leads out of the folder.
     """
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():
@@ -73,7 +74,7 @@ def export(
     config = hf.hf_config(spec, given)
     if (said := given.get(trained.KEY)) or trained_with is not None:
         config[trained.KEY] = said or trained.record(trained_with)  # type: ignore[arg-type]  # one of the two is there
-    types = stored_types(spec, torch.bfloat16)
+    types = hf.stored_types(spec, torch.bfloat16)
     tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
     if fp8:
         config["quantization_config"] = quantization_config(spec, recipe)
@@ -152,7 +153,7 @@ def _quantized(
     pieces, rows = _pieces(spec, ours)
     q = quantize_weight(weight.to(torch.bfloat16), rows, pow2)
     codes = q.codes.split(rows)
-    scales = q.scale.split([n // BLOCK for n in rows])
+    scales = q.scale.split([-(-n // BLOCK) for n in rows])
     out: dict[str, tuple[Tensor, torch.dtype]] = {}
     for piece, code, scale in zip(pieces, codes, scales, strict=True):
         out[piece.name] = (code, torch.float8_e4m3fn)
@@ -177,11 +178,15 @@ def _require_whole_blocks(spec: ModelSpec, recipe: Recipe) -> None:
     """Refuse sizes with a partial last block, which jetrl trains but other programs misread.
 
     transformers derives the block from `rows / scale rows` when it dequantizes, so that 192 rows with 2 scales become
-    two blocks of 96 (wrong values, no error); vLLM refuses such sizes in its fused projections.
+    two blocks of 96 (wrong values, no error); vLLM refuses such sizes in its fused projections. The rows of DeepSeek's
+    `kv_a_proj_with_mqa` are the exception that programs know.
     """
     table = hf.tensor_table(spec)
     pieces = [piece for ours in fp8_weights(spec, recipe) for piece in table[ours]]
-    partial = [piece for piece in pieces if any(size % BLOCK for size in piece.shape)]
+    partial = [
+        piece for piece in pieces
+        if any(size % BLOCK for size in (piece.shape[1:] if piece.name.endswith(_DEEPSEEKS) else piece.shape))
+    ]
     if partial:
         shown = ", ".join(f"{piece.name} {list(piece.shape)}" for piece in partial[:3])
         raise UserError(

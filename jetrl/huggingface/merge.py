@@ -21,7 +21,6 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import CONFIG, RECORD, WEIGHTS, Adapters, adapter_config
 from jetrl.huggingface.export import refuse_checkpoints
 from jetrl.huggingface.write import name_tokenizer_class
-from jetrl.model.names import stored_types
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.lora import edges
 from jetrl.spec import ModelSpec
@@ -66,7 +65,7 @@ def export_merged(found: Adapters, out: Path) -> float:
     hf.require_own(folder)
     state = hf.load_state(folder, spec)
     lost, changed = merge_into(state, found, spec)
-    types = stored_types(spec, torch.bfloat16)
+    types = hf.stored_types(spec, torch.bfloat16)
     tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
 
     def copy(target: Path) -> None:

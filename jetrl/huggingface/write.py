@@ -77,8 +77,8 @@ def write_shards(
     is called before each file, and may raise. Everything is synced to the disk.
     """
     table = tensor_table(spec)
-    types = stored_types(spec, dtype)
-    sizes = {p.name: prod(p.shape) * types[p.name].itemsize for pieces in table.values() for p in pieces}
+    pieces_of = [piece for pieces in table.values() for piece in pieces]
+    sizes = {piece.name: prod(piece.shape) * piece.stored(dtype).itemsize for piece in pieces_of}
     files = _layout(sizes, max_shard_bytes)
     if rank == 0:
         for name, content in small.items():
@@ -97,7 +97,7 @@ def write_shards(
             value = whole(ours)
             for piece, part in zip(pieces, value.split([piece.shape[0] for piece in pieces]), strict=True):
                 if piece.name in names:
-                    stored = part.to("cpu", types[piece.name], copy=True)
+                    stored = part.to("cpu", piece.stored(dtype), copy=True)
                     held[piece.name] = stored.reshape(piece.shape).contiguous()
             del value, part
         _write_file(folder / file, held)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.kernels import tiles
 from jetrl.kernels.registry import Backend, load, tables
-from jetrl.kernels.support import require
+from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, require
 
-DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
-_serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
+DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
+_serving = {"cpu": "reference", "cuda": "auto"}  # by type of device; `select` changes it
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
 
 
@@ -59,6 +60,28 @@ def _with_folder(name: str, folder: str, what: str) -> Backend:
     if missing := [op for op in ops if not hasattr(backend, op)]:
         assert len(missing) == len(ops), f"backend {name} lacks {missing}"
         raise UserError(f'kernels = "{name}" cannot compute {what}.')
+    return backend
+
+
+def definition(name: str) -> str:
+    """What the bits of a backend depend on besides its inputs, as text; empty for those that define none.
+
+    The portable kernels have one order of sums for each kind of GPU: the flow's digest covers it, so that a run that
+    moves to another kind says so.
+    """
+    found = capability() if name == PORTABLE else None
+    return "" if found is None else tiles.definition(found)
+
+
+@cache
+def require_latent(name: str) -> Backend:
+    """The backend `name`, if it has kernels for latent attention; UserError else."""
+    backend = load_backend(name)
+    if not hasattr(backend, "latent_attend"):
+        raise UserError(
+            f'kernels = "{name}" cannot compute latent attention (MLA): set device = "cpu" (kernels = "reference"), or '
+            "use a model without it."
+        )
     return backend
 
 
@@ -102,4 +125,6 @@ def _name_for(device: torch.device) -> str:
     name = _serving.get(device.type)
     if name is None:
         raise ValueError(f"no kernels for device {device}; supported: {', '.join(_serving)}")
+    if name == "auto":  # nothing was selected: what `kernels = "auto"` takes
+        _serving[device.type] = name = "hopper" if capability() in (None, CAPABILITY) else PORTABLE
     return name

@@ -36,17 +36,22 @@ def no_tap(name: str, value: Tensor) -> None:
 class Piece(NamedTuple):
     """One tensor of a Hugging Face file; the pieces of one parameter are joined along rows.
 
-    A tensor of more than two dimensions is a matrix here (`flat`). `fp32`: it is stored and published in FP32.
+    A tensor of more than two dimensions is a matrix here (`flat`). `wide`: it is written in FP32 whatever the others
+    are, because that is how it is published.
     """
 
     name: str
     shape: tuple[int, ...]
-    fp32: bool = False
+    wide: bool = False
 
     @property
     def flat(self) -> tuple[int, ...]:
         """Its shape in our parameter: rows, and what each has."""
         return self.shape if len(self.shape) < 3 else (self.shape[0], prod(self.shape[1:]))
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that it is written in, beside others of `dtype`."""
+        return torch.float32 if self.wide else dtype
 
 
 @dataclass(slots=True)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Build, Context, Tap
+from jetrl.model.deepseek_moe import DeepSeekMoE
 from jetrl.model.gated_attention import GatedAttention
 from jetrl.model.gated_delta import GatedDelta
+from jetrl.model.latent_attention import LatentAttention
 from jetrl.model.mlp import MLP
 from jetrl.model.moe import MoE
 from jetrl.precision.blocks.layouts import blocks_of
@@ -19,6 +21,7 @@ from jetrl.spec import ModelSpec
 
 MODULES: dict[str, type[Block]] = {
     "attention": Attention, "gated_attention": GatedAttention, "gated_delta": GatedDelta, "mlp": MLP, "moe": MoE,
+    "latent_attention": LatentAttention, "deepseek_moe": DeepSeekMoE, "sigmoid_moe": DeepSeekMoE,
 }
 
 

@@ -107,8 +107,8 @@ class GatedDelta(Block):
             ),
             "ba.weight": tuple(Piece(f"{own}in_proj_{x}.weight", (heads, D)) for x in "ba"),
             "conv.weight": (Piece(f"{own}conv1d.weight", (d.conv_channels, 1, d.conv_width)),),
-            "a_log.weight": (Piece(f"{own}A_log", (heads,), fp32=True),),
-            "dt_bias.weight": (Piece(f"{own}dt_bias", (heads,), fp32=True),),
+            "a_log.weight": (Piece(f"{own}A_log", (heads,), wide=True),),
+            "dt_bias.weight": (Piece(f"{own}dt_bias", (heads,), wide=True),),
             "out_norm.weight": (Piece(f"{own}norm.weight", (d.value_dim,)),),
             "out.weight": (Piece(f"{own}out_proj.weight", (D, inner)),),
         }

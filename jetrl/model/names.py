@@ -32,9 +32,8 @@ def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
 
 
 def stored_types(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type of each tensor in a folder whose matrices are in `dtype`."""
-    pieces = (piece for pieces in tensor_table(spec).values() for piece in pieces)
-    return {piece.name: torch.float32 if piece.fp32 else dtype for piece in pieces}
+    """By Hugging Face's name: in which type a tensor is written, beside others of `dtype`."""
+    return {piece.name: piece.stored(dtype) for pieces in tensor_table(spec).values() for piece in pieces}
 
 
 def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, ...]]:

@@ -97,7 +97,7 @@ def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     computes in BF16 has BF16 values, and under `w8a16` both. The embedding, the lm_head, norms and biases are BF16.
     """
     tables = tensor_table(spec) | adapter_table(spec, recipe.lora)
-    total = sum((4 if p.fp32 else 2) * prod(p.shape) for pieces in tables.values() for p in pieces)
+    total = sum(p.stored(torch.bfloat16).itemsize * prod(p.shape) for pieces in tables.values() for p in pieces)
     for layer in range(spec.num_layers):
         for (_, role), shape in linears_of(spec, layer).items():
             sides = [recipe.linear(layer, role, side) for side in get_args(Side)]

@@ -23,8 +23,8 @@ def load() -> tuple[float, int] | None:
     """(load, cores) of the machine, all containers together, where programs have wanted more cores than it has for a
     minute, and nobody has chosen how waiting threads behave. None otherwise.
 
-    Measured: three processes of two threads on two cores took 115 s, and 27 s where waiting threads sleep; one process,
-    with a core for each thread, took 23 s, and 40 s.
+    Measured (benchmarks/bench_busy_cpu.py): three runs at a time, of two threads on two cores, take nine times as long
+    as one; with OMP_WAIT_POLICY=passive, five to sixteen times.
     """
     found, cores = os.getloadavg()[0], os.cpu_count() or 1
     return (found, cores) if found > cores and "OMP_WAIT_POLICY" not in os.environ else None

@@ -73,10 +73,11 @@ class _Forward(_Builder):
         logits = self.op("lm_head", "gemm", inputs, FP32, sizes)
         self.op("logprob", "logprob", {"logits": logits}, FP32)
 
-    def norm(self, name: str, x: str) -> str:
+    def norm(self, name: str, x: str, eps: float | None = None) -> str:
         inputs = {"x": x, "weight": self.leaf(f"{name}.weight")}
-        offset: dict[str, Attribute] = {"offset": 1} if self.spec.norm_offset else {}
-        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps} | offset)
+        constants: dict[str, Attribute] = {"eps": self.spec.rms_norm_eps if eps is None else eps}
+        constants |= {"offset": 1} if self.spec.norm_offset else {}
+        return self.op(name, "rms_norm", inputs, attributes=constants)
 
 
 class _Backward(_Builder):
@@ -158,6 +159,9 @@ class _Scope:
     def parameter(self, name: str, out: Format = BF16) -> str:
         """A weight of the block's own, beside those of norms and linears."""
         return self._builder.leaf(self.at(f"{name}.weight"), out=out)
+    def matrix(self, name: str) -> str:
+        """The parameter of a matrix that operators of the block read themselves, in BF16 under every recipe."""
+        return self._builder.leaf(self.at(f"{name}.weight"))
 
     def op(self, name: str, op: str, inputs: Mapping[str, str], out: Format = BF16, **attributes: Attribute) -> str:
         """The operator `name` of this layer. `inputs`: slot -> full name of the node that it reads."""
@@ -169,9 +173,14 @@ class BlockForward(_Scope):
 
     _builder: _Forward
 
-    def norm(self, name: str, x: str) -> str:
-        """RMSNorm with its own weight."""
-        return self._builder.norm(self.at(name), x)
+    def norm(self, name: str, x: str, eps: float | None = None) -> str:
+        """RMSNorm with its own weight; `eps` None: the model's."""
+        return self._builder.norm(self.at(name), x, eps)
+
+    def full(self, name: str) -> str:
+        """The full name of a node that this layer has already."""
+        assert self.at(name) in self._builder.nodes, name
+        return self.at(name)
 
     def router(self, name: str, x: str, size: int) -> str:
         """A GEMM of `size` rows in BF16 under every recipe, whose FP32 sums are not rounded again."""
@@ -264,6 +273,11 @@ class BlockBackward(_Scope):
 
     def router(self, name: str, dy: str, x: str) -> str:
         """The gradients of the router `name`, from that of its FP32 logits; FP32 sums. Returns that of x's gradient."""
+        return self.matrix_gradients(name, dy, x)
+
+    def matrix_gradients(self, name: str, dy: str, x: str) -> str:
+        """Both gradients of `x @ weight.T` of a matrix that is BF16 under every recipe, `x` a name in the layer.
+        Returns that of x's gradient."""
         builder, full = self._builder, self.at(name)
         if builder.trains_base:
             wgrad = self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": self.saved(x)}, FP32)

@@ -185,7 +185,7 @@ def _variables(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
     """One text, one list of ids, or a list of either."""
-    ids = isinstance(value, list) and value and all(isinstance(one, int) for one in value)
+    ids = isinstance(value, list) and value and isinstance(value[0], int)
     prompts = [value] if isinstance(value, str) or ids else value
     if not isinstance(prompts, list) or not prompts:
         raise Refused(f"prompt = {shown(value, 60)}: send a text, token ids, or a list of them.", param="prompt")

@@ -52,6 +52,11 @@ def layout(spec: ModelSpec, recipe: Recipe, partial: Literal["refuse", "bf16"], 
             'rollout.engine = "vllm": jetrl does not give the weights of Gated DeltaNet to vLLM yet. Set '
             'rollout.engine = "jetrl".'
         )
+    if spec.latent is not None:
+        raise UserError(
+            f'rollout.engine = "vllm": weights of {spec.family} models (latent attention) cannot be given to vLLM yet. '
+            'Set rollout.engine = "jetrl".'
+        )
     table, fp8, widened, values = tensor_table(spec), set[str](), set[str](), set[str]()
     for layer in range(spec.num_layers):
         for block, role in linears_of(spec, layer):

@@ -82,7 +82,8 @@ def in_pieces(
                 free += [old] if old else []
             write.append(row[s])
         rows = StateRows(torch.tensor(read), torch.tensor(write))
-        cut = packed([tuple(t[done[s] : done[s] + n] for t in sequences[s]) for s, n in zip(chosen, lengths)])  # type: ignore[misc]
+        spans = [(sequences[s], done[s], done[s] + n) for s, n in zip(chosen, lengths, strict=True)]
+        cut = packed([tuple(t[first:end] for t in x) for x, first, end in spans])  # type: ignore[misc]
         parts = parts_of(lengths, [done[s] for s in chosen], rows)
         for s, n, o in zip(chosen, lengths, ops.delta_rule(*cut, parts, kept).split(lengths), strict=True):
             outs[s].append(o)
@@ -210,7 +211,8 @@ CHANNELS = sum(SIZES.columns)
 
 def conv_inputs(count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(count)
-    return torch.randn(count, CHANNELS, generator=generator).to(dtype), torch.rand(CHANNELS, 4, generator=generator).sub_(0.5).to(dtype)
+    x, weight = torch.randn(count, CHANNELS, generator=generator), torch.rand(CHANNELS, 4, generator=generator)
+    return x.to(dtype), weight.sub_(0.5).to(dtype)
 
 
 def conv_by_torch(x: Tensor, weight: Tensor) -> Tensor:
@@ -253,7 +255,8 @@ def test_gradients_of_the_convolution_gates_and_norms() -> None:
     dx, dw = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     y = torch.cat([conv_by_torch(cut, dw) for cut in dx.split(lengths)])
     wq, wk, wv = y.split(SIZES.columns, -1)
-    wq, wk = (t.unflatten(-1, (2, 16)) / (t.unflatten(-1, (2, 16)).square().sum(-1, True) + 1e-6).sqrt() for t in (wq, wk))
+    wq, wk = (t.unflatten(-1, (2, 16)) for t in (wq, wk))
+    wq, wk = (t / (t.square().sum(-1, True) + 1e-6).sqrt() for t in (wq, wk))
     torch.autograd.backward((wq, wk, wv.unflatten(-1, (4, 16))), [t.double() for t in ups])
     for mine, theirs in ((x, dx), (weight, dw)):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]

@@ -41,6 +41,7 @@ from jetrl.precision.blocks.gated_delta import CONV, DELTA
 from jetrl.precision.blocks.layouts import GATED_ATTENTION, GATED_DELTA, blocks_of, require_rewind, states_of
 from jetrl.precision.blocks.states import PerSequence
 from jetrl.precision.flow import build_flow, flow_digest, require_unified
+from jetrl.precision.formats import FP32
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import SHAPES, DeltaSpec, ModelSpec, RopeSpec
@@ -75,8 +76,10 @@ def test_the_flow(precision: str) -> None:
     forward, backward = (build_flow(SPEC, recipe, view) for view in ("train_forward", "train_backward"))
     edges = forward.edge_map()
     assert edges["layers.0.ba.x"].source == "layers.0.delta_norm"
-    assert edges["layers.0.ba.x"].format.dtype == "bfloat16" and edges["layers.0.delta_rule.gates"].format.dtype == "float32"
-    assert edges["layers.0.qkvz.x"].format.is_quantized == edges["layers.0.out.x"].format.is_quantized == (precision == "fp8")
+    assert edges["layers.0.ba.x"].format.dtype == "bfloat16"
+    assert edges["layers.0.delta_rule.gates"].format.dtype == "float32"
+    for name in ("qkvz", "out"):
+        assert edges[f"layers.0.{name}.x"].format.is_quantized == (precision == "fp8")
     assert edges["layers.1.output_gate.gate"].source == "layers.1.qkv" and "layers.1.rope_q" in forward.node_map()
     assert dict(forward.node_map()["layers.1.rope_q"].attributes)["rotary_dim"] == 8
     assert dict(forward.node_map()["layers.0.delta_rule"].attributes)["chunk"] == 64
@@ -260,7 +263,8 @@ def test_a_part_of_a_head_is_rotated() -> None:
     want = x[0, 0].clone()
     for pair, frequency in enumerate((1.0, 1e-2)):  # 1e4 ** (-2 i / 4)
         c, s = torch.cos(torch.tensor(7 * frequency)), torch.sin(torch.tensor(7 * frequency))
-        want[pair], want[pair + 2] = x[0, 0, pair] * c - x[0, 0, pair + 2] * s, x[0, 0, pair + 2] * c + x[0, 0, pair] * s
+        a, b = x[0, 0, pair], x[0, 0, pair + 2]
+        want[pair], want[pair + 2] = a * c - b * s, b * c + a * s
     torch.testing.assert_close(turned, want[order])
     assert rotary_order(8, 8) == list(range(8))
 
@@ -279,7 +283,8 @@ def test_norms_multiply_by_one_plus_the_weight() -> None:
     delta = plain.layers[0].delta
     assert torch.equal(delta.out_norm.weight, torch.ones(16))
     step = torch.nn.functional.softplus(delta.dt_bias.weight)
-    assert step.min() > 9e-4 and step.max() < 0.11 and 0.0 <= delta.a_log.weight.min() <= delta.a_log.weight.max() <= 2.8
+    assert step.min() > 9e-4 and step.max() < 0.11
+    assert 0.0 <= delta.a_log.weight.min() <= delta.a_log.weight.max() <= 2.8
     assert delta.conv.weight.abs().max() <= 0.5 and delta.conv.weight.std() > 0.2
     assert delta.a_log.published.dtype == delta.dt_bias.published.dtype == torch.float32
 
@@ -288,7 +293,8 @@ def test_what_a_sequence_keeps() -> None:
     """70 MB for the 9B model, in 24 layers."""
     states = states_of(SPEC)
     assert states[0, CONV] == PerSequence((3, 2 * 2 * 8 + 4 * 16), states[0, CONV].format)
-    assert [states[0, name].shape for name in DELTA] == [shape for shape, _ in state_shapes(gated_delta.HeadSizes(2, 4, 8, 16))]
+    shapes = state_shapes(gated_delta.HeadSizes(2, 4, 8, 16))
+    assert [(states[0, name].shape, states[0, name].format == FP32) for name in DELTA] == list(shapes)
     assert (1, CONV) not in states and (1, "keys") in states and (0, "keys") not in states
     assert 68e6 < row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16) < 82e6
     with pytest.raises(UserError, match="layers of the kind gated_delta keep one state per sequence"):
@@ -304,7 +310,8 @@ def test_folders(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     at = "model.layers.0.linear_attn."
     assert tensors[f"{at}conv1d.weight"].shape == (96, 1, 4) and tensors[f"{at}A_log"].dtype == torch.float32
-    assert tensors[f"{at}in_proj_qkv.weight"].shape == (96, 72) and tensors[f"{at}in_proj_b.weight"].dtype == torch.bfloat16
+    assert tensors[f"{at}in_proj_qkv.weight"].shape == (96, 72)
+    assert tensors[f"{at}in_proj_b.weight"].dtype == torch.bfloat16
     assert hf.spec_from_folder(tmp_path / "m") == SPEC
     bare = Transformer(SPEC, model.recipe, master_dtype=None).publish_values(hf.parameters_of(tmp_path / "m", SPEC))
     assert checksum(published(bare)) == checksum(published(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
 from serving import small_model
@@ -17,6 +17,7 @@ from serving import small_model
 from jetrl import UserError
 from jetrl.api import served_model
 from jetrl.engine.engine import PagedEngine
+from jetrl.serve import pipe
 from jetrl.serve.engine_side import serve_engine
 from jetrl.serve.link import Flight
 from jetrl.serve.refusal import Refused
@@ -36,6 +37,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     return engine
 
 
+def plain(value: Any) -> Any:
+    """Lists in the place of arrays."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 class Wire:
     """The front's end of the pipe, as a test plays it."""
 
@@ -44,16 +54,16 @@ class Wire:
 
     def add(self, id: int, tokens: list[int], stream: bool = False, **sampling: Any) -> None:
         params = asdict(SamplingParams(**sampling))
-        self.send({"add": id, "tokens": tokens, "sampling": params, "stream": stream})
+        self.send({"add": id, "tokens": np.array(tokens), "sampling": params, "stream": stream})
 
     def send(self, message: dict[str, Any]) -> None:
-        self.connection.send_bytes(json.dumps(message).encode())
+        pipe.send(self.connection, message)
 
     def until(self, key: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The first message that has something for `key`, and those before it."""
         before = []
         while self.connection.poll(200):
-            message = json.loads(self.connection.recv_bytes())
+            message = plain(pipe.receive(self.connection))
             if message.get(key):
                 return message, before
             before.append(message)

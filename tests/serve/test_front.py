@@ -20,6 +20,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs OpenAI's client: the extra dev")
 
 from jetrl import UserError  # noqa: E402
+from jetrl.serve import pipe  # noqa: E402
 from jetrl.serve.address import FrontSettings, listen  # noqa: E402
 from jetrl.serve.front import SILENCE  # noqa: E402
 from jetrl.serve.server import running_front, serve  # noqa: E402
@@ -422,7 +423,7 @@ def test_an_end_of_either_process_is_told(server: Served) -> None:
     with running_front(listener, server.about, FrontSettings()) as front:  # and no engine at the other end
         asking = threading.Thread(target=lambda: answers.append(call(f"{front.url}/v1/completions", COMPLETION)))
         asking.start()
-        assert json.loads(front.connection.recv_bytes())["tokens"] == server.about.tokenizer.encode("a")
+        assert pipe.receive(front.connection)["tokens"].tolist() == server.about.tokenizer.encode("a")
         front.connection.close()
         asking.join(250)
         ((status, answer),) = answers

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and the gates of Qwen3.5's blocks, with gradients. Definition: `reference.py`; gradients: `backward.py`.
+"""Gated DeltaNet and the gates of Qwen3.5's blocks, with gradients: defined in `reference.py` and `backward.py`.
 
 Legend: `T` tokens, `C` channels, `W` width of the convolution, `Hk`, `dk` key heads and their size, `Hv`, `dv` those
 of values.
@@ -91,7 +91,7 @@ class _DeltaRule(torch.autograd.Function):
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts, kept: DeltaState | None = None
 ) -> Tensor:
-    """The gated delta rule: `q`, `k` [T, Hk, dk], `v` [T, Hv, dv], `g`, `beta` FP32 [T, Hv] -> [T, Hv, dv], rounded once.
+    """The gated delta rule: `q`, `k` [T, Hk, dk], `v` [T, Hv, dv], `g`, `beta` FP32 [T, Hv] -> [T, Hv, dv], rounded.
 
     With `kept`, sequences go on from their states and leave new ones; without it, all begin, and it has gradients.
     """

@@ -1,4 +1,4 @@
-"""What the ops of Gated DeltaNet share: sizes, the sequences of a pass, and what a sequence keeps between two passes."""
+"""What the ops of Gated DeltaNet share: sizes, the sequences of a pass, and what these keep between two passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HeadSizes(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The sequences of a pass: rows `cu_seqlens[i]:cu_seqlens[i+1]` are the next tokens of sequence i, which has
-    `before[i]` tokens already (None: no sequence has any). `rows` says where their states lie (None: nothing is kept)."""
+    `before[i]` tokens already (None: none has any). `rows` says where their states lie (None: nothing is kept)."""
 
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
@@ -69,7 +69,7 @@ def empty_state(rows: int, sizes: HeadSizes, dtype: torch.dtype, device: torch.d
 
 
 def state_shapes(sizes: HeadSizes) -> tuple[tuple[tuple[int, ...], bool], ...]:
-    """Of each tensor of a `DeltaState`: its shape for one sequence, and whether it is FP32 whatever the model's type."""
+    """Of each tensor of a `DeltaState`: its shape for one sequence, and whether it is FP32 in every model."""
     hk, hv, dk, dv = sizes
     return (
         ((hv, dk, dv), True), ((hk, CHUNK, dk), False), ((hv, CHUNK, dv), False), ((hv, CHUNK), True),

@@ -6,12 +6,14 @@ from functools import partial
 
 from jetrl.kernels.registry import Op
 
-_op = partial(Op, hopper_scaled_mm=None)  # it has no grouped GEMMs, so none of these
+_op = partial(Op, hopper_scaled_mm=None, triton=None)  # they have no grouped GEMMs, so none of these
 
 OPS = (
     _op("router_backward", reference="experts.reference", hopper="experts.route"),
     _op("route", reference="experts.reference", hopper="experts.route"),
     _op("route_backward", reference="experts.reference", hopper="experts.reference"),
+    _op("route_sigmoid", reference="experts.reference", hopper="experts.route"),
+    _op("route_sigmoid_backward", reference="experts.reference", hopper="experts.reference"),
     _op("group", reference="experts.reference", hopper="experts.route"),
     _op("group_quantize", reference="experts.reference", hopper="experts.few_tokens"),
     _op("dispatch", reference="experts.reference", hopper="experts.rows"),

@@ -63,7 +63,7 @@ class Attention(Block):
         return a
 
     def _rope(self, flow: BlockForward, name: str, x: str) -> str:
-        rope = asdict(flow.spec.rope)
+        rope = {key: value for key, value in asdict(flow.spec.rope).items() if key != "yarn"}
         constants = rope if rope["factor"] is not None else {"theta": rope["theta"]}
         if flow.spec.rotary_dim is not None:
             constants |= {"rotary_dim": flow.spec.rotary_dim}

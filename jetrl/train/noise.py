@@ -37,9 +37,11 @@ def nudged(model: Transformer) -> Iterator[bool]:
     if norm is None:
         yield False
         return
-    offset = isinstance(norm, Norm) and norm.offset  # 1 + weight is FP32: a BF16 step of it is nudged
-    values = norm.factor.data if offset else norm.published.data  # torch does not count it as a change: a BF16 master
-    bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)  # is its own published copy
+    values = norm.published.data  # which torch does not count as a change: a BF16 master is its own published copy
+    offset = isinstance(norm, Norm) and norm.offset
+    if isinstance(norm, Norm) and offset:
+        values = norm.factor.data  # 1 + weight, in FP32: a BF16 step of it is nudged
+    bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     before, at = bits.clone(), torch.arange(0, len(bits), max(1, len(bits) // _NUDGED), device=bits.device)
     try:
         bits[at] ^= 1 << 16 if offset else 1

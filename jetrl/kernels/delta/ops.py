@@ -85,7 +85,8 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *plain.rule_grads(grad, *ctx.saved_tensors, ctx.parts), None
+        q, k, v, g, beta = ctx.saved_tensors
+        return *plain.rule_grads(grad, q, k, v, g, beta, ctx.parts), None
 
 
 def delta_rule(

@@ -68,15 +68,14 @@ class GatedDelta(Block):
 
     def forward(self, flow: BlockForward, x: str) -> str:
         d = _delta(flow.spec)
-        heads: dict[str, tuple[int, ...]] = {
-            "heads": (d.key_heads, d.value_heads), "head_dims": (d.key_dim, d.value_dim)
-        }
+        heads, sizes = (d.key_heads, d.value_heads), (d.key_dim, d.value_dim)
         qkvz, logits = flow.linear("qkvz", x), flow.router("ba", x, 2 * d.value_heads)
         inputs = {"x": qkvz, "weight": flow.parameter("conv")}
-        qkv = flow.op("conv_heads", "conv_heads", inputs, width=d.conv_width, **heads)
+        qkv = flow.op("conv_heads", "conv_heads", inputs, width=d.conv_width, heads=heads, head_dims=sizes)
         inputs = {"x": logits, "a_log": flow.parameter("a_log", FP32), "dt_bias": flow.parameter("dt_bias", FP32)}
         gates = flow.op("delta_gates", "delta_gates", inputs, FP32)
-        o = flow.op("delta_rule", "delta_rule", {"qkv": qkv, "gates": gates}, chunk=CHUNK, block=BLOCK, **heads)
+        inputs = {"qkv": qkv, "gates": gates}
+        o = flow.op("delta_rule", "delta_rule", inputs, chunk=CHUNK, block=BLOCK, heads=heads, head_dims=sizes)
         inputs = {"x": o, "gate": qkvz, "weight": flow.parameter("out_norm")}
         return flow.linear("out", flow.op("gated_norm", "gated_norm", inputs, eps=flow.spec.rms_norm_eps))
 

@@ -6,7 +6,7 @@ place of its text model, under the names that it has there; all other tensors ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,14 @@ def is_whole(folder: Path) -> bool:
     return hf.read_config(folder).get("model_type") == hybrid.NESTED
 
 
-def completed(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """Config and tensors of a text model within the model in `folder`, whose other tensors are read now."""
+def completed(
+    folders: Iterable[Path | None], config: Mapping[str, Any], tensors: Tensors
+) -> tuple[Mapping[str, Any], Tensors]:
+    """Config and tensors of a text model within the model in the first of `folders` that holds more than one; its other
+    tensors are read now. Without such a folder, the text model as it is."""
+    folder = next((each for each in folders if each is not None and is_whole(each)), None)
+    if folder is None:
+        return config, tensors
     outer = {key: value for key, value in hf.read_config(folder).items() if key != "quantization_config"}
     text = {key: value for key, value in config.items() if key not in ("architectures", "quantization_config")}
     rest = hf.tensors_of(folder, lambda name: name.startswith(hybrid.CARRIED))

@@ -84,11 +84,7 @@ def export(
         for ours in fp8_weights(spec, recipe):
             tensors.update(_values(spec, ours, state[ours]))
 
-    written: carried.Tensors = tensors
-    for whole in (folder, base):
-        if whole is not None and carried.is_whole(whole):
-            config, written = carried.completed(whole, config, tensors)
-            break
+    config, written = carried.completed((folder, base), config, tensors)
 
     def copy(target: Path) -> None:
         for path in extras:

@@ -12,6 +12,7 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels.delta import backward, ops, reference
+from jetrl.kernels.delta.table import OPS
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.types import StateRows
@@ -285,6 +286,8 @@ def test_gradients_of_the_convolution_gates_and_norms() -> None:
 def test_names_of_the_ops() -> None:
     """What the table registers, and where a CPU finds it: conv_heads, delta_gates, delta_rule, gated_norm,
     output_gate."""
-    for name in ("conv_heads", "delta_gates", "delta_rule", "gated_norm", "output_gate"):
+    names = ("conv_heads", "delta_gates", "delta_rule", "gated_norm", "output_gate")
+    assert tuple(op.name for op in OPS) == names
+    for name in names:
         assert getattr(ops, name).__name__ == getattr(reference, name).__name__ == name
     assert backward.CHUNK == CHUNK == 64

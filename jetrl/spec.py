@@ -126,7 +126,7 @@ class ExpertSpec:
 class ModelSpec:
     """Everything that the model definition, the flow graph and the weight names need; sizes are counts of elements."""
 
-    family: str  # "llama", "qwen3_moe", "deepseek_v3" and the others of `LAYOUTS`; what its layers are: `precision/blocks/layouts.py`
+    family: str  # "llama", "qwen3_moe" and so on; what its layers are: `LAYOUTS` in `precision/blocks/layouts.py`
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -239,8 +239,8 @@ class MoE(Block):
             act = moe.swiglu(hidden, groups)
         else:
             act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
-        out = self.down.infer_rows(act, groups, side)
-        return moe.combine(out, weights, groups, self.shared(y, side, no_tap)), residual
+        rows = self.down.infer_rows(act, groups, side)
+        return moe.combine(rows, weights, groups, self.shared(y, side, no_tap)), residual
 
     @staticmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:

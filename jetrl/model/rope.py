@@ -12,7 +12,7 @@ from jetrl.spec import RopeSpec, YarnSpec
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, max_position: int) -> tuple[Tensor, Tensor]:
-    """FP32 cos and sin [max_position, H/2] of the FP32 angles `position * inv_freq`, with Llama 3's or YaRN's scaling."""
+    """FP32 cos and sin [max_position, H/2] of FP32 angles `position * inv_freq`, with Llama 3's or YaRN's scaling."""
     inv_freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.factor is not None:
         wavelength = 2 * np.pi / inv_freq

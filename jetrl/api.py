@@ -155,7 +155,8 @@ def load_model(
     path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
     masters: bool = False,
 ) -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, Qwen3.5, SmolLM2) as bf16, fp8, w8a16 or fp8_rollout.
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, Qwen3.5, DeepSeek V2 and V3, SmolLM2) as bf16,
+    fp8, w8a16 or fp8_rollout.
 
     `path` may also be a run folder (its newest checkpoint) or a checkpoint, as in `jetrl eval`, or a name on the hub,
     such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.

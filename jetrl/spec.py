@@ -149,7 +149,7 @@ class DeltaSpec:
 class ModelSpec:
     """Everything that the model definition, the flow graph and the weight names need; sizes are counts of elements."""
 
-    family: str  # "llama", "qwen3_moe", ...: those of `LAYOUTS` in `precision/blocks/layouts.py`
+    family: str  # "llama", "qwen3_moe" and so on; what its layers are: `LAYOUTS` in `precision/blocks/layouts.py`
     vocab_size: int
     hidden_size: int
     intermediate_size: int

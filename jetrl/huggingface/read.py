@@ -168,10 +168,11 @@ def _check_names(
         raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
     drafting = {name for name in present - wanted if _of_further_layer(name, spec)}
     if drafting:
-        warnings.warn(Notice(
+        warnings.warn(
             f"{folder}: {len(drafting)} tensors are of layers that draft further tokens (MTP), behind layer "
-            f"{spec.num_layers - 1}. They are no part of the policy: jetrl leaves them out, and its exports have none."
-        ), stacklevel=2)
+            f"{spec.num_layers - 1}. They are no part of the policy: jetrl leaves them out, and its exports have none.",
+            Notice, stacklevel=2,
+        )
         present -= drafting
     tied_head = spec.tie_embeddings and "lm_head.weight" in present
     if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):

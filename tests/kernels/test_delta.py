@@ -12,8 +12,8 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels.delta import backward, ops, reference
-from jetrl.kernels.delta.table import OPS
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
+from jetrl.kernels.delta.table import OPS
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.types import StateRows
 

@@ -11,6 +11,8 @@ from flow_shape import SPEC
 from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Linear
+from jetrl.precision.blocks.gated_attention import GatedAttention
+from jetrl.precision.blocks.gated_delta import GatedDelta
 from jetrl.precision.blocks.layouts import (
     ATTENTION,
     DENSE_MLP,
@@ -22,8 +24,6 @@ from jetrl.precision.blocks.layouts import (
     roles_of,
     states_of,
 )
-from jetrl.precision.blocks.gated_attention import GatedAttention
-from jetrl.precision.blocks.gated_delta import GatedDelta
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
 from jetrl.precision.blocks.states import PerSequence, PerToken, State

@@ -44,7 +44,7 @@ class Attention(NamedTuple):
 _GEMMS: dict[Kind, tuple[tuple[int | None, Gemm], ...]] = {
     "mma": ((16, Gemm(16, 32, 128, 4, 4)), (64, Gemm(64, 32, 128, 4, 4)), (None, Gemm(128, 128, 32, 4, 8))),
     "wgmma": ((64, Gemm(64, 32, 128, 4, 4)), (256, Gemm(64, 128, 64, 4, 4)), (None, Gemm(128, 128, 64, 3, 8))),
-    "tcgen05": ((128, Gemm(128, 32, 64, 4, 4)), (None, Gemm(128, 128, 64, 3, 4))),
+    "tcgen05": ((128, Gemm(128, 32, 64, 3, 4)), (None, Gemm(128, 128, 64, 3, 8))),
 }
 # FP8, in steps of 128
 _GEMMS_FP8: dict[Kind, tuple[tuple[int | None, Gemm], ...]] = {

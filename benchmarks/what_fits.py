@@ -31,6 +31,7 @@ MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B", "qwen3-14b": "Qwen3-14B",
     "qwen3-32b": "Qwen3-32B", "qwen3-30b-a3b": "Qwen3-30B-A3B",
 }
+LORA_MODELS = dict(list(MODELS.items())[2:]) | {"llama-3.3-70b": "Llama-3.3-70B"}
 LENGTHS = (1024, 8192)  # of answers, at most
 
 
@@ -86,7 +87,7 @@ def lora_table() -> str:
         "| model | GPU | whole weights: also set | GiB | adapters: also set | GiB | host GiB |",
         "|---|---|---|--:|---|--:|--:|",
     ]
-    for model, name in list(MODELS.items())[2:]:
+    for model, name in LORA_MODELS.items():
         for gpu in ("h100", "h200"):
             whole, ours = (fit(model, gpu, 1, LENGTHS[0], more) for more in ((), ADAPTERS))
             host = "" if ours is None else f"{(ours.memory.host + ours.memory.copy) / GIB:.1f}"

@@ -138,6 +138,10 @@ class RolloutConfig(Section):
         """Whether tokens are drawn from truncated distributions."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
+    def usual(self, name: str) -> Any:
+        """As in `Section`; `logprobs` is filled in where nobody gives it."""
+        return ("sampled" if self.truncates else "full") if name == "logprobs" else super().usual(name)
+
     def problems(self) -> Iterator[Problem | str]:
         if self.logprobs == "sampled" and not self.truncates:
             yield Problem(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.huggingface import deepseek
 from jetrl.huggingface import provenance as trained
 from jetrl.spec import ExpertSpec, ModelSpec, RopeSpec
 
@@ -29,6 +30,7 @@ class Family:
     head_dim: int | None = None  # if the key is absent; None: hidden_size / num_attention_heads
     kv_heads_optional: bool = False  # an absent num_key_value_heads means num_attention_heads
     experts: bool = False
+    latent: bool = False  # latent attention, and DeepSeek's experts
     hidden_act: str = "silu"
 
 
@@ -38,6 +40,11 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", 32768, _NO_WINDOW, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, experts=True),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", 202752, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True
+    ),
 }
 
 # Read into the spec.
@@ -105,6 +112,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if num_heads % num_kv_heads:
         raise UserError(f"num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}.")
     max_position = _size(config, "max_position_embeddings", default=facts.max_position)
+    if facts.latent:
+        if num_kv_heads != num_heads:
+            raise UserError(f"num_key_value_heads = {num_kv_heads} with num_attention_heads = {num_heads}: latent "
+                            "attention makes keys and values for every head, so both must be equal.")
+    read = deepseek.Read(_size, _positive, _flag)
+    latent = deepseek.latent_of(config, read) if facts.latent else None
+    experts = _experts(config) if facts.experts and latent is None else None
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -113,14 +127,15 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, family, hidden_size, num_heads),
+        head_dim=_head_dim(config, family, hidden_size, num_heads) if latent is None else latent.rope,
         rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=_rope(config, facts.latent),
         max_position=max_position,
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=facts.qkv_bias,
         qk_norm=facts.qk_norm,
-        experts=_experts(config) if facts.experts else None,
+        experts=experts if latent is None else deepseek.experts_of(config, family, read),
+        latent=latent,
     )
 
 
@@ -194,7 +209,9 @@ def hf_config(
         rope_scaling=_rope_scaling(spec.rope),
         rope_parameters={"rope_theta": spec.rope.theta, **(_rope_scaling(spec.rope) or {"rope_type": "default"})},
     )
-    if (e := spec.experts) is not None:
+    if spec.latent is not None:
+        config.update(deepseek.written(spec))
+    elif (e := spec.experts) is not None:
         config.update(
             num_experts=e.count, num_experts_per_tok=e.per_token, moe_intermediate_size=e.intermediate_size,
             norm_topk_prob=e.normalized, decoder_sparse_step=e.step, mlp_only_layers=list(e.dense_layers),
@@ -229,7 +246,9 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
                         f"{config.get('num_hidden_layers')}.")
     known = _SPEC_KEYS | required.keys() | _HARMLESS_KEYS | {"quantization_config"}
-    if facts.experts:
+    if facts.latent:
+        known |= deepseek.SPEC_KEYS | deepseek.HARMLESS
+    elif facts.experts:
         known |= _EXPERT_KEYS | _EXPERT_HARMLESS
     # A key that is off (null, false, zero, empty) asks for nothing.
     if unknown := sorted(key for key, value in config.items() if key not in known and value):
@@ -242,9 +261,9 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         )
 
 
-def _rope(config: Mapping[str, Any]) -> RopeSpec:
-    """Rotary parameters from either layout; if both are given, they must agree."""
-    read = [_rope_of(config, key) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+def _rope(config: Mapping[str, Any], yarn: bool = False) -> RopeSpec:
+    """Rotary parameters from either layout; if both are given, they must agree. `yarn`: YaRN is one of them."""
+    read = [_rope_of(config, key, yarn) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
     if not read:
         return RopeSpec(theta=_positive(config, "rope_theta", 10000.0))
     if read[0] != read[-1]:
@@ -255,21 +274,23 @@ def _rope(config: Mapping[str, Any]) -> RopeSpec:
     return read[0]
 
 
-def _rope_of(config: Mapping[str, Any], key: str) -> RopeSpec:
+def _rope_of(config: Mapping[str, Any], key: str, yarn: bool) -> RopeSpec:
     rope = config[key]
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"{key} = {rope!r} is not supported; give one set of rotary parameters for all layers.")
     theta = _positive(rope if rope.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{key}: rope type {kind!r} is not supported; 'default' and 'llama3' are.")
+    if kind not in (kinds := ("default", "yarn") if yarn else ("default", "llama3")):
+        raise UserError(f"{key}: rope type {kind!r} is not supported; {kinds[0]!r} and {kinds[1]!r} are.")
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise UserError(f"{key}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; 1.0 is.")
-    allowed = _ROPE_KEYS | (_LLAMA3_KEYS if kind == "llama3" else frozenset())
+    allowed = _ROPE_KEYS | {"llama3": _LLAMA3_KEYS, "yarn": deepseek.YARN_KEYS}.get(kind, frozenset())
     if unknown := sorted(name for name, value in rope.items() if name not in allowed and value is not None):
         raise UserError(f"{key}: {unknown[0]} = {rope[unknown[0]]!r} is not supported with rope type {kind!r}.")
     if kind == "default":
         return RopeSpec(theta=theta)
+    if kind == "yarn":
+        return RopeSpec(theta=theta, yarn=deepseek.yarn_of(rope, deepseek.Read(_size, _positive, _flag)))
     if missing := sorted(name for name in _LLAMA3_KEYS if rope.get(name) is None):
         raise UserError(f"{key}: rope type 'llama3' needs {', '.join(missing)}.")
     low, high = _positive(rope, "low_freq_factor", None), _positive(rope, "high_freq_factor", None)
@@ -285,6 +306,8 @@ def _rope_of(config: Mapping[str, Any], key: str) -> RopeSpec:
 
 
 def _rope_scaling(rope: RopeSpec) -> dict[str, Any] | None:
+    if rope.yarn is not None:
+        return deepseek.yarn_keys(rope.yarn)
     if rope.factor is None:
         return None
     return {

@@ -31,6 +31,7 @@ from jetrl.spec import ModelSpec
 from jetrl.untrusted import inside
 
 HF_SUBFOLDER = "model"  # of a checkpoint
+_DEEPSEEKS = ".kv_a_proj_with_mqa.weight"  # its 576 rows end with half a block in DeepSeek's own files, too
 
 
 def export(
@@ -69,7 +70,8 @@ def export(
     config = hf.hf_config(spec, base)
     if (said := base.get(trained.KEY)) or trained_with is not None:
         config[trained.KEY] = said or trained.record(trained_with)  # type: ignore[arg-type]  # one of the two is there
-    tensors = {name: (tensor, torch.bfloat16) for name, tensor in hf.to_hf(spec, state).items()}
+    types = hf.stored_types(spec, torch.bfloat16)
+    tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
     if fp8:
         config["quantization_config"] = quantization_config(spec, recipe)
         for ours in fp8_weights(spec, recipe):
@@ -141,7 +143,7 @@ def _quantized(
     pieces, rows = _pieces(spec, ours)
     q = quantize_weight(weight.to(torch.bfloat16), rows, pow2)
     codes = q.codes.split(rows)
-    scales = q.scale.split([n // BLOCK for n in rows])
+    scales = q.scale.split([-(-n // BLOCK) for n in rows])
     out: dict[str, tuple[Tensor, torch.dtype]] = {}
     for piece, code, scale in zip(pieces, codes, scales, strict=True):
         out[piece.name] = (code, torch.float8_e4m3fn)
@@ -166,11 +168,15 @@ def _require_whole_blocks(spec: ModelSpec, recipe: Recipe) -> None:
     """Refuse sizes with a partial last block, which jetrl trains but other programs misread.
 
     transformers derives the block from `rows / scale rows` when it dequantizes, so that 192 rows with 2 scales become
-    two blocks of 96 (wrong values, no error); vLLM refuses such sizes in its fused projections.
+    two blocks of 96 (wrong values, no error); vLLM refuses such sizes in its fused projections. The rows of DeepSeek's
+    `kv_a_proj_with_mqa` are the exception that programs know.
     """
     table = hf.tensor_table(spec)
     pieces = [piece for ours in fp8_weights(spec, recipe) for piece in table[ours]]
-    partial = [piece for piece in pieces if any(size % BLOCK for size in piece.shape)]
+    partial = [
+        piece for piece in pieces
+        if any(size % BLOCK for size in (piece.shape[1:] if piece.name.endswith(_DEEPSEEKS) else piece.shape))
+    ]
     if partial:
         shown = ", ".join(f"{piece.name} {list(piece.shape)}" for piece in partial[:3])
         raise UserError(

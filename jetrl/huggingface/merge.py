@@ -65,7 +65,8 @@ def export_merged(found: Adapters, out: Path) -> float:
     hf.require_own(folder)
     state = hf.load_state(folder, spec)
     lost, changed = merge_into(state, found, spec)
-    tensors = {name: (tensor, torch.bfloat16) for name, tensor in hf.to_hf(spec, state).items()}
+    types = hf.stored_types(spec, torch.bfloat16)
+    tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
 
     def copy(target: Path) -> None:
         for name in hf.KNOWN_FILES:

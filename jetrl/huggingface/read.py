@@ -5,6 +5,7 @@ Names are in `model/names.py`, `config.json` in `config.py`, writing in `write.p
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.huggingface.config import hf_config as hf_config
 from jetrl.huggingface.config import spec_from_hf as spec_from_hf
 from jetrl.huggingface.files import AGAIN, other_kind, read_json
@@ -31,6 +32,7 @@ from jetrl.huggingface.write import small_files as small_files
 from jetrl.huggingface.write import write_folder as write_folder
 from jetrl.huggingface.write import write_shards as write_shards
 from jetrl.model.block import Piece
+from jetrl.model.names import stored_types as stored_types
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
 from jetrl.phrases import some
@@ -150,6 +152,13 @@ def _check_names(
     present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if missing := sorted(wanted - present):
         raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
+    drafting = {name for name in present - wanted if _of_further_layer(name, spec)}
+    if drafting:
+        warnings.warn(Notice(
+            f"{folder}: {len(drafting)} tensors are of layers that draft further tokens (MTP), behind layer "
+            f"{spec.num_layers - 1}. They are no part of the policy: jetrl leaves them out, and its exports have none."
+        ), stacklevel=2)
+        present -= drafting
     tied_head = spec.tie_embeddings and "lm_head.weight" in present
     if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
         raise UserError(
@@ -157,6 +166,13 @@ def _check_names(
             "weights out would change the model. Check that config.json and the weights belong together."
         )
     return tied_head
+
+
+def _of_further_layer(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to a layer behind the last of a family that may have such for drafts."""
+    parts = name.split(".")
+    layered = spec.latent is not None and parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
+    return layered and int(parts[2]) >= spec.num_layers
 
 
 def _join(pieces: tuple[Piece, ...], start: int, stop: int, read: _Read) -> Tensor:

@@ -20,7 +20,7 @@ from jetrl.errors import UserError
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface.config import hf_config
 from jetrl.huggingface.files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json
-from jetrl.model.names import tensor_table, to_hf
+from jetrl.model.names import stored_types, tensor_table, to_hf
 from jetrl.phrases import some
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
@@ -46,7 +46,8 @@ def save_model(
     token ids of a model without one are the tokenizer's. `trained_with` is noted in the new one.
     """
     config = _config(spec, tokenizer, dtype, base_config, trained_with)
-    tensors = {name: (tensor, dtype) for name, tensor in to_hf(spec, state).items()}
+    types = stored_types(spec, dtype)
+    tensors = {name: (tensor, types[name]) for name, tensor in to_hf(spec, state).items()}
     write_folder(folder, config, tensors, lambda target: _extras(target, tokenizer, generation_config), max_shard_bytes)
 
 
@@ -76,7 +77,8 @@ def write_shards(
     is called before each file, and may raise. Everything is synced to the disk.
     """
     table = tensor_table(spec)
-    sizes = {piece.name: prod(piece.shape) * dtype.itemsize for pieces in table.values() for piece in pieces}
+    pieces_of = [piece for pieces in table.values() for piece in pieces]
+    sizes = {piece.name: prod(piece.shape) * piece.stored(dtype).itemsize for piece in pieces_of}
     files = _layout(sizes, max_shard_bytes)
     if rank == 0:
         for name, content in small.items():
@@ -95,7 +97,7 @@ def write_shards(
             value = whole(ours)
             for piece, part in zip(pieces, value.split([piece.shape[0] for piece in pieces]), strict=True):
                 if piece.name in names:
-                    held[piece.name] = part.to("cpu", dtype, copy=True).contiguous()
+                    held[piece.name] = part.to("cpu", piece.stored(dtype), copy=True).contiguous()
             del value, part
         _write_file(folder / file, held)
         written.append(folder / file)

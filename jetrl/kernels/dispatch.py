@@ -59,6 +59,18 @@ def definition(name: str) -> str:
     return "" if found is None else tiles.definition(found)
 
 
+@cache
+def require_latent(name: str) -> Backend:
+    """The backend `name`, if it has kernels for latent attention; UserError else."""
+    backend = load_backend(name)
+    if not hasattr(backend, "latent_attend"):
+        raise UserError(
+            f'kernels = "{name}" cannot compute latent attention (MLA): set device = "cpu" (kernels = "reference"), or '
+            "use a model without it."
+        )
+    return backend
+
+
 def select(name: str) -> None:
     """From now on `name` serves its type of device, in the whole process: with two runs at once, the last call wins."""
     load_backend(name)

@@ -33,10 +33,17 @@ def no_tap(name: str, value: Tensor) -> None:
 
 
 class Piece(NamedTuple):
-    """One tensor of a Hugging Face file; the pieces of one parameter are joined along rows."""
+    """One tensor of a Hugging Face file; the pieces of one parameter are joined along rows.
+
+    `wide`: it is written in FP32 whatever the others are, because that is how it is published."""
 
     name: str
     shape: tuple[int, ...]
+    wide: bool = False
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that it is written in, beside others of `dtype`."""
+        return torch.float32 if self.wide else dtype
 
 
 @dataclass(slots=True)

@@ -9,13 +9,18 @@ from torch import Tensor, nn
 
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Build, Context, Tap
+from jetrl.model.deepseek_moe import DeepSeekMoE
+from jetrl.model.latent_attention import LatentAttention
 from jetrl.model.mlp import MLP
 from jetrl.model.moe import MoE
 from jetrl.precision.blocks.layouts import blocks_of
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
-MODULES: dict[str, type[Block]] = {"attention": Attention, "mlp": MLP, "moe": MoE}
+MODULES: dict[str, type[Block]] = {
+    "attention": Attention, "mlp": MLP, "moe": MoE, "latent_attention": LatentAttention, "deepseek_moe": DeepSeekMoE,
+    "sigmoid_moe": DeepSeekMoE,
+}
 
 
 class Layer(nn.Module):

@@ -29,7 +29,7 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, gate_up_master: Tensor, down_master: Tensor, gate_up: ExpertLinear,
-        down: ExpertLinear, recipe: LinearRecipe, groups: Groups,
+        down: ExpertLinear, recipe: LinearRecipe, groups: Groups, shared: Tensor | None,
     ) -> Tensor:
         pow2 = recipe.fprop.left.pow2
         ctx.layers, ctx.recipe, ctx.groups = (gate_up, down), recipe, groups
@@ -38,7 +38,7 @@ class _FusedExperts(torch.autograd.Function):
         del rows
         out = moe.grouped_fp8_gemm(moe.swiglu_quantize(hidden, groups, pow2), down.fp8_operand(), groups, x.dtype)
         ctx.save_for_backward(x, weights, hidden, out)
-        return experts_backend_of(out).combine(out, weights, groups)
+        return experts_backend_of(out).combine(out, weights, groups, shared)
 
     @staticmethod
     @once_differentiable
@@ -59,7 +59,8 @@ class _FusedExperts(torch.autograd.Function):
             dx = experts_backend_of(d_rows).dispatch_backward(d_rows, groups)
             del d_rows
         d_gate_up = gate_up.add_rows_gradient(d_t, moe.dispatch_quantize_t(x, groups, across), groups)
-        return dx, d_weights, d_gate_up, d_down, None, None, None, None
+        d_shared = dy if ctx.needs_input_grad[8] else None
+        return dx, d_weights, d_gate_up, d_down, None, None, None, None, d_shared
 
 
 def fused_experts_recipe(gate_up: ExpertLinear, down: ExpertLinear, side: Side) -> LinearRecipe | None:
@@ -72,8 +73,9 @@ def fused_experts_recipe(gate_up: ExpertLinear, down: ExpertLinear, side: Side) 
 
 
 def fused_experts(
-    x: Tensor, weights: Tensor, gate_up: ExpertLinear, down: ExpertLinear, recipe: LinearRecipe, groups: Groups
+    x: Tensor, weights: Tensor, gate_up: ExpertLinear, down: ExpertLinear, recipe: LinearRecipe, groups: Groups,
+    shared: Tensor | None = None,
 ) -> Tensor:
-    """`combine(down(swiglu(gate_up(dispatch(x)))), weights)` of `x` [T, D], `weights` [T, k], with gradients; `recipe`
-    by `fused_experts_recipe`."""
-    return _FusedExperts.apply(x, weights, gate_up.weight, down.weight, gate_up, down, recipe, groups)
+    """`combine(down(swiglu(gate_up(dispatch(x)))), weights, shared)` of `x` and perhaps `shared` [T, D], `weights`
+    [T, k], with gradients; `recipe` by `fused_experts_recipe`."""
+    return _FusedExperts.apply(x, weights, gate_up.weight, down.weight, gate_up, down, recipe, groups, shared)

@@ -177,11 +177,19 @@ class MoE(Block):
             build.recipe.weight_only(build.layer),
         )
 
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts [T, k] of logits [T, E], and their weights."""
+        return moe.route(logits, self.experts.per_token, self.experts.normalized)
+
+    def shared(self, y: Tensor, side: Side, tap: Tap) -> Tensor | None:
+        """What is added to the experts' outputs [T, D]: nothing here."""
+        return None
+
     def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         """The experts [T, k] of each token, by rank, and their weights."""
         logits = self.router(y)
         tap(f"{self.at}.router", logits)
-        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized)
+        chosen, weights = self.choose(logits)
         tap(f"{self.at}.route", weights)
         if context.routes is not None:
             context.routes.add(self.layer, logits, chosen)
@@ -195,7 +203,8 @@ class MoE(Block):
         if tap is no_tap and torch.is_grad_enabled():
             recipe = fused_experts_recipe(self.gate_up, self.down, side)
             if recipe is not None:
-                return fused_experts(y, weights, self.gate_up, self.down, recipe, groups), residual
+                shared = self.shared(y, side, tap)
+                return fused_experts(y, weights, self.gate_up, self.down, recipe, groups, shared), residual
 
         def see(name: str, rows: Tensor) -> None:
             if tap is not no_tap:  # a tap sees the rows of a token side by side, by rank
@@ -209,7 +218,7 @@ class MoE(Block):
         see("swiglu", rows)
         rows = self.down.rows(rows, groups, side)
         see("down", rows)
-        y = moe.combine(rows, weights, groups)
+        y = moe.combine(rows, weights, groups, self.shared(y, side, tap))
         tap(f"{self.at}.combine", y)
         return y, residual
 
@@ -230,7 +239,8 @@ class MoE(Block):
             act = moe.swiglu(hidden, groups)
         else:
             act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
-        return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
+        rows = self.down.infer_rows(act, groups, side)
+        return moe.combine(rows, weights, groups, self.shared(y, side, no_tap)), residual
 
     @staticmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:

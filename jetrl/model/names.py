@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from jetrl.model.block import Piece
@@ -28,6 +29,11 @@ def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
     if not spec.tie_embeddings:
         table["lm_head.weight"] = (Piece("lm_head.weight", (V, D)),)
     return table
+
+
+def stored_types(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """By Hugging Face's name: in which type a tensor is written, beside others of `dtype`."""
+    return {piece.name: piece.stored(dtype) for pieces in tensor_table(spec).values() for piece in pieces}
 
 
 def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, ...]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.spec import RopeSpec
+from jetrl.spec import RopeSpec, YarnSpec
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, max_position: int) -> tuple[Tensor, Tensor]:
-    """FP32 cos and sin [max_position, H/2] of the FP32 angles `position * inv_freq`, with Llama 3 scaling."""
+    """FP32 cos and sin [max_position, H/2] of the FP32 angles `position * inv_freq`, with Llama 3's or YaRN's scaling."""
     inv_freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.factor is not None:
         wavelength = 2 * np.pi / inv_freq
@@ -21,6 +23,25 @@ def rope_tables(rope: RopeSpec, head_dim: int, max_position: int) -> tuple[Tenso
         )
         between = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
         inv_freq = np.where(wavelength > low, inv_freq / rope.factor, np.where(wavelength < high, inv_freq, between))
+    factor = 1.0
+    if rope.yarn is not None:
+        inv_freq, factor = _yarn(inv_freq, rope.theta, head_dim, rope.yarn), rope.yarn.of_tables
     angles = np.arange(max_position, dtype=np.float32)[:, None] * inv_freq.astype(np.float32)
     angles = angles.astype(np.float64)
-    return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
+    cos, sin = (torch.from_numpy((f(angles) * factor).astype(np.float32)) for f in (np.cos, np.sin))
+    return cos, sin
+
+
+def _yarn(inv_freq: np.ndarray, theta: float, head_dim: int, yarn: YarnSpec) -> np.ndarray:
+    """Slow frequencies divided by the factor, fast ones as they are (Peng et al., 2023, with whole bounds of the ramp,
+    as DeepSeek has them)."""
+
+    def place(turns: float) -> float:
+        """Of the pair that turns so often in the original length."""
+        return head_dim * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(place(yarn.beta_fast)), 0)
+    high = min(math.ceil(place(yarn.beta_slow)), head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
+    return inv_freq / yarn.factor * ramp + inv_freq * (1 - ramp)

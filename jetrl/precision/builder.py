@@ -73,9 +73,9 @@ class _Forward(_Builder):
         logits = self.op("lm_head", "gemm", inputs, FP32, sizes)
         self.op("logprob", "logprob", {"logits": logits}, FP32)
 
-    def norm(self, name: str, x: str) -> str:
+    def norm(self, name: str, x: str, eps: float | None = None) -> str:
         inputs = {"x": x, "weight": self.leaf(f"{name}.weight")}
-        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps})
+        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps if eps is None else eps})
 
 
 class _Backward(_Builder):
@@ -154,6 +154,10 @@ class _Scope:
         """The full name of a node of this layer."""
         return f"layers.{self.layer}.{name}"
 
+    def matrix(self, name: str) -> str:
+        """The parameter of a matrix that operators of the block read themselves, in BF16 under every recipe."""
+        return self._builder.leaf(self.at(f"{name}.weight"))
+
     def op(self, name: str, op: str, inputs: Mapping[str, str], out: Format = BF16, **attributes: Attribute) -> str:
         """The operator `name` of this layer. `inputs`: slot -> full name of the node that it reads."""
         return self._builder.op(self.at(name), op, inputs, out, attributes, self._rounding)
@@ -164,9 +168,14 @@ class BlockForward(_Scope):
 
     _builder: _Forward
 
-    def norm(self, name: str, x: str) -> str:
-        """RMSNorm with its own weight."""
-        return self._builder.norm(self.at(name), x)
+    def norm(self, name: str, x: str, eps: float | None = None) -> str:
+        """RMSNorm with its own weight; `eps` None: the model's."""
+        return self._builder.norm(self.at(name), x, eps)
+
+    def full(self, name: str) -> str:
+        """The full name of a node that this layer has already."""
+        assert self.at(name) in self._builder.nodes, name
+        return self.at(name)
 
     def router(self, name: str, x: str, size: int) -> str:
         """A GEMM of `size` rows in BF16 under every recipe, whose FP32 sums are not rounded again."""
@@ -252,6 +261,11 @@ class BlockBackward(_Scope):
 
     def router(self, name: str, dy: str, x: str) -> str:
         """The gradients of the router `name`, from that of its FP32 logits; FP32 sums. Returns that of x's gradient."""
+        return self.matrix_gradients(name, dy, x)
+
+    def matrix_gradients(self, name: str, dy: str, x: str) -> str:
+        """Both gradients of `x @ weight.T` of a matrix that is BF16 under every recipe, `x` a name in the layer.
+        Returns that of x's gradient."""
         builder, full = self._builder, self.at(name)
         if builder.trains_base:
             wgrad = self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": self.saved(x)}, FP32)

@@ -187,8 +187,13 @@ class RecipeConfig(Protocol):
 
 
 def recipe_of(config: RecipeConfig, spec: ModelSpec) -> Recipe:
-    """The recipe of a run."""
+    """The recipe of a run. UserError for an FP8 cache of a model that keeps latents: they are BF16."""
     q = config.quant
+    if spec.latent is not None and q.kv_cache != "bf16":
+        raise UserError(
+            f'quant.kv_cache = "{q.kv_cache}": this {spec.family} model keeps latents, which take '
+            f"{2 * spec.latent.row} bytes a token and layer in BF16; there is no FP8 cache of them. Set it to bf16."
+        )
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
         q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up, lora_of(config.lora),

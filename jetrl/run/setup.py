@@ -33,6 +33,8 @@ from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
+from jetrl.run.given import GivenAnswers
+from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.run.teacher import build_teacher
 from jetrl.spec import ModelSpec
@@ -98,6 +100,7 @@ class Session:
     conversations: EnvironmentPool | None = None  # None: single answers
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
+    given_answers: GivenAnswers | None = None  # of method = "sft"
     teacher: Transformer | None = None  # of a distillation: published weights, without masters
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
@@ -176,10 +179,12 @@ def build(
         learner = Learner(model, None, world=world)
     with together(world):
         teacher = None if evaluates else build_teacher(config)  # before the engine takes what memory is left
-        engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
+        engine: Engine = NoEngine()
+        if not config.supervised:
+            engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
         if not evaluates:
             check_truncation(config, engine.keeps_bits)
-        if not evaluates and config.device != "cpu":
+        if not (evaluates or config.supervised) and config.device != "cpu":
             gpu = torch.cuda.get_device_properties(model.head_weight.device)
             keep_cache(engine, config, world.size, gpu.total_memory)
     source = model_source(config)
@@ -189,7 +194,7 @@ def build(
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given, own=own, teacher=teacher,
-        queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
+        given_answers=plan.given_answers, queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
         pending=Pending(Beside() if evaluates else beside(config, plan.spec, world), before=before),
     )
 

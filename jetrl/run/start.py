@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jetrl.precision.recipe import Recipe
     from jetrl.spec import ModelSpec
 
-SEVERAL = ("train", "eval", "compare", "parity")  # the commands that several ranks may run together
+SEVERAL = ("train", "sft", "eval", "compare", "parity")  # the commands that several ranks may run together
 
 
 def as_rank(app: Callable[[], object], message_of: Callable[[Exception], str | None], debug: bool) -> NoReturn:
@@ -179,6 +179,7 @@ def summarize(run_dir: Path, console: Console) -> None:
     from jetrl.report.console import summary
     from jetrl.report.hints import never_moved
     from jetrl.report.run import headline, load_runs
+    from jetrl.report.text import held_out_loss_of
     from jetrl.run.checkpoint.checkpoint import newest
 
     run = load_runs([run_dir])[0]
@@ -195,4 +196,5 @@ def summarize(run_dir: Path, console: Console) -> None:
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, parity_missing=numbers.parity_missing,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
         constant=never_moved(run.rows), next_commands=next_commands,
+        losses=[loss for row in run.rows if (loss := held_out_loss_of(row)) is not None],
     )

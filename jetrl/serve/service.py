@@ -22,6 +22,8 @@ from jetrl.serve.text import TextStream, visible
 from jetrl.serve.wire import Ask
 from jetrl.types import SamplingParams
 
+_IDS = frozenset({"tool_call_id", "tool_calls[].id"})  # the API's, and few templates write them
+
 
 @dataclass(frozen=True, slots=True)
 class About:
@@ -98,7 +100,7 @@ class Service:
         tokenizer, messages = self.about.tokenizer, for_template(ask.messages)
         try:
             text = Template(tokenizer, ask.variables).reply(
-                messages[: length - 1], messages[length:], "of the request", frozenset({"tool_call_id"})
+                messages[: length - 1], messages[length:], "of the request", _IDS
             )
             tokens = encode_text(text, tokenizer, "messages", "message")
         except UserError as error:
@@ -115,7 +117,7 @@ class Service:
                 param="messages", code="no_chat_template",
             )
         try:
-            text = Template(tokenizer, variables).prompt(for_template(messages), "of the request")
+            text = Template(tokenizer, variables).prompt(for_template(messages), "of the request", ours=_IDS)
             return tuple(encode_rendered(text, tokenizer, "messages"))
         except UserError as error:
             raise Refused(str(error), param="messages") from error

@@ -50,7 +50,7 @@ def shadow_of(model: Transformer) -> Transformer:
     shadow.to(model.head_weight.device)
     frozen = frozen_values(model)
     return shadow.publish_values(
-        (name, frozen[name]().to(shadow.dtype) if master.frozen else whole_value(master, shadow.dtype))
+        (name, frozen[name]() if master.frozen else whole_value(master, shadow.dtype))
         for name, master in masters_of(model).items()
     )
 

@@ -35,6 +35,11 @@ def check_routing(config: TrainConfig, spec: ModelSpec) -> None:
             f"train.{given[0]} = {getattr(config, given[0])!s} has no effect: the {spec.family} model has no experts. "
             "Remove it, or use a model with experts."
         )
+    if config.router_aux_loss_coef and spec.experts is not None and spec.experts.deepseek is not None:
+        raise UserError(
+            f"train.router_aux_loss_coef = {config.router_aux_loss_coef}: that loss is of softmax scores, and the "
+            f"{spec.family} model balances its experts by a bias. Set it to 0."
+        )
 
 
 @dataclass(slots=True)

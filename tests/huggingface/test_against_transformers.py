@@ -12,6 +12,7 @@ from torch import Tensor
 from jetrl.huggingface import read as hf
 from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.block import Routes
+from jetrl.model.sharding import fill
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.types import ForwardBatch, VarlenPlan
@@ -42,6 +43,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Layers 1 and 3 have experts by the step, layer 3 is an MLP by its mention.
     "qwen3_moe, mixed": MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
 }
+DEEPSEEK = SIZES | {
+    "num_key_value_heads": 4, "kv_lora_rank": 72, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "mscale": 0.707, "mscale_all_dim": 0.8,
+}
+CONFIGS |= {
+    "moonlight": DEEPSEEK | {"model_type": "deepseek_v3", "rms_norm_eps": 1e-5},
+    # A latent for queries, half of the groups of experts, YaRN, more than one dense layer.
+    "deepseek_v3": DEEPSEEK
+    | {"model_type": "deepseek_v3", "q_lora_rank": 48, "n_group": 4, "topk_group": 2, "rope_parameters": YARN,
+       "num_hidden_layers": 4, "first_k_dense_replace": 2, "n_shared_experts": 1},
+    "deepseek_v2": DEEPSEEK
+    | {"model_type": "deepseek_v2", "rope_parameters": YARN, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "glm4_moe_lite": DEEPSEEK
+    | {"model_type": "glm4_moe_lite", "q_lora_rank": 40, "num_hidden_layers": 3, "v_head_dim": 40, "n_shared_experts": 1,
+       "mlp_layer_types": ["dense", "sparse", "sparse"]},
+}
 LENGTHS = (70, 1, 33)
 
 
@@ -57,6 +79,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for name, p in model.named_parameters():
             if p.ndim == 1:  # norms of 1 and biases of 0 would hide what they do
                 p.add_(torch.randn_like(p) * (0.5 if name.endswith("bias") else 0.2))
+        for name, p in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                p.add_(torch.randn_like(p) * 0.1)
     path = tmp_path_factory.mktemp(request.param) / "model"
     model.to(torch.bfloat16).save_pretrained(path)
     return path
@@ -73,14 +98,20 @@ def theirs(folder: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    rows, experts = [], []
-    asked = {"output_router_logits": True} if "moe" in model.config.model_type else {}
+    for name, bias in model.named_buffers():  # from_pretrained rounds it as the weights
+        if dtype == torch.bfloat16 and name.endswith("e_score_correction_bias"):
+            bias.data = hf.load_state(folder, hf.spec_from_folder(folder))[
+                name.replace("model.layers.", "layers.").replace("gate.e_score_correction_bias", "router_bias.weight")
+            ].float()
+    rows, experts, seen = [], [], list[Tensor]()
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter") or type(module).__name__.endswith("TopkRouter"):
+            module.register_forward_hook(lambda _, __, out: seen.append(out[2].sort(-1).values))
     for tokens in sequences():
-        out = model(tokens[None], **asked)
+        out = model(tokens[None])
         rows.append(out.logits[0].float().log_softmax(-1))
-        logits = out.router_logits if asked else (torch.zeros(len(tokens), 1),)
-        k = model.config.num_experts_per_tok if asked else 1
-        experts.append(torch.stack([z.float().topk(k).indices.sort(-1).values for z in logits], 1))
+        experts.append(torch.stack(seen, 1) if seen else torch.zeros(len(tokens), 1, 1, dtype=torch.int64))
+        seen.clear()
     return torch.cat(rows), torch.cat(experts)
 
 
@@ -89,7 +120,7 @@ def ours(folder: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same from our model, all sequences in one packed batch."""
     spec = hf.spec_from_folder(folder)
     model = Transformer(spec, Recipe(name="bf16", num_layers=spec.num_layers), dtype=dtype)
-    model.load_state_dict(hf.load_state(folder, spec))
+    fill(model, ((name, value.float()) for name, value in hf.parameters_of(folder, spec)))
     model.publish()
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])

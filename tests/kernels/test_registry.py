@@ -17,6 +17,7 @@ from jetrl.kernels.registry import Backend, Op, tables
 ROOT = Path(__file__).parents[2]
 ROWS = [op for rows in tables().values() for op in rows]
 FOLDERS = {
+    "adapters": "jetrl.kernels.adapters.table",
     "attention": "jetrl.kernels.attention.table", "experts": "jetrl.kernels.experts.table",
     "gemm": "jetrl.kernels.gemm.table", "logprob": "jetrl.kernels.logprob.table",
     "pointwise": "jetrl.kernels.pointwise.table", "quantize": "jetrl.kernels.quantize.table",

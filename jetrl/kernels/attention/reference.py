@@ -36,15 +36,19 @@ _CHUNK_ELEMENTS = 1 << 22  # scores held at once
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H], `k`, `v` [T, G, H] -> [T, N, H]. A paged plan first writes k and v to the cache, then reads it."""
     if isinstance(plan, VarlenPlan):
-        return _varlen(q, k, v, plan, scale)
+        return attend_packed(q, k, v, plan, scale)
     write_cache(k, v, plan.slots, plan.cache.layer(layer))
     return attend_cached(q, plan, layer, scale)
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
-    cache = plan.cache.layer(layer)
-    out = torch.empty_like(q)
+    return attend_pages(q, plan.cache.layer(layer), plan, scale)
+
+
+def attend_pages(q: Tensor, cache: LayerCache, plan: PagedPlan, scale: float) -> Tensor:
+    """The same over given pages, whose values may have another size than keys: [T, N, value size]."""
+    out = q.new_empty(*q.shape[:2], cache.values.shape[-1])
     kv_lengths = plan.kv_lengths.tolist()
     starts = plan.cu_seqlens.tolist()
     page = cache.keys.shape[1]
@@ -57,8 +61,9 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     return out
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
-    out = torch.empty_like(q)
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
+    """`attend` of packed sequences; `v` may have another size than keys: [T, N, value size]."""
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     starts, key_starts, depths = plan.cu_seqlens.tolist(), *_seen(plan)
     if plan.keys is not None:
         k, v = k[plan.keys.rows], v[plan.keys.rows]
@@ -166,9 +171,10 @@ def _masked(positions: Tensor, heads_per_group: int, depth: int) -> Tensor:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Attention of padded queries [B, L, N, H] at `positions` [B, L] over keys 0..J-1 [B, J, G, H] -> [B, L, N, H]."""
-    b, length, n, h = q.shape
-    g, depth = k.shape[2], k.shape[1]
+    """Attention of padded queries [B, L, N, H] at `positions` [B, L] over keys 0..J-1 [B, J, G, H] -> [B, L, N, H], or
+    the size of values where it is another one."""
+    b, length, n, _ = q.shape
+    g, depth, h = k.shape[2], k.shape[1], v.shape[3]
     mask = _masked(positions, n // g, depth)
     s = _scores(q, k, scale).masked_fill_(mask, float("-inf"))
     e = exact.exp(s - s.amax(-1, keepdim=True)).masked_fill_(mask, 0.0).to(torch.float64)

@@ -18,4 +18,10 @@ OPS = (
     Op("round_heads", reference="reference", hopper="attention.cache"),
     Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),
     Op("qkv_norm_rope_backward", reference="attention.reference", hopper="attention.heads"),
+    Op("prepare_latent", reference="attention.latent_reference", hopper=None),
+    Op("latent_absorb", reference="attention.latent_reference", hopper=None),
+    Op("latent_lift", reference="attention.latent_reference", hopper=None),
+    Op("latent_attend", reference="attention.latent_reference", hopper=None),
+    Op("latent_attend_cached", reference="attention.latent_reference", hopper=None),
+    Op("latent_backward", reference="attention.latent_reference", hopper=None),
 )

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import experts_backend_of
 from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.experts.reference import Choice
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.gradient import Gradient
 
@@ -70,6 +71,31 @@ def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Ten
     return _Route.apply(logits, per_token, normalized)
 
 
+class _RouteSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bias: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        chosen, weights = experts_backend_of(logits).route_sigmoid(logits, bias, choice)
+        ctx.save_for_backward(logits, chosen, weights)
+        ctx.choice = choice
+        ctx.mark_non_differentiable(chosen)
+        return chosen, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Tensor, None, None]:
+        logits, chosen, weights = ctx.saved_tensors
+        back = experts_backend_of(logits).route_sigmoid_backward
+        return back(d_weights.contiguous(), logits, chosen, weights, ctx.choice), None, None
+
+
+def route_sigmoid(logits: Tensor, bias: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    """`route` as DeepSeek-V3 has it: `logits` [T, E] and `bias` [E], both FP32; the bias has no gradient."""
+    experts, groups = logits.shape[-1], choice.groups
+    if experts % groups or not choice.per_token <= experts // groups * choice.kept_groups:
+        raise ValueError(f"{choice} of {experts} experts")
+    return _RouteSigmoid.apply(logits, bias, choice)
+
+
 def group(chosen: Tensor, num_experts: int) -> Groups:
     """Rows for the choices [T, k], expert after expert."""
     return experts_backend_of(chosen).group(chosen, num_experts)
@@ -107,21 +133,23 @@ def group_quantize(chosen: Tensor, x: Tensor, num_experts: int, pow2: bool) -> t
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weights: Tensor, groups: Groups, shared: Tensor | None) -> Tensor:
         ctx.save_for_backward(y, weights)
         ctx.groups = groups
-        return experts_backend_of(y).combine(y, weights, groups)
+        return experts_backend_of(y).combine(y, weights, groups, shared)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
         y, weights = ctx.saved_tensors
-        return *experts_backend_of(y).combine_backward(dy.contiguous(), y, weights, ctx.groups), None
+        of_experts = experts_backend_of(y).combine_backward(dy.contiguous(), y, weights, ctx.groups)
+        return *of_experts, None, dy if ctx.needs_input_grad[3] else None
 
 
-def combine(y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """Each token's rows of `y` [R, D], weighted [T, k] and added in FP32 by rank, rounded once -> [T, D]."""
-    return _Combine.apply(y, weights, groups)
+def combine(y: Tensor, weights: Tensor, groups: Groups, shared: Tensor | None = None) -> Tensor:
+    """Each token's rows of `y` [R, D], weighted [T, k] and added in FP32 by rank, then that of `shared` [T, D], rounded
+    once -> [T, D]."""
+    return _Combine.apply(y, weights, groups, shared)
 
 
 class _SwiGLU(torch.autograd.Function):

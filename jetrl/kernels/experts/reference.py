@@ -8,7 +8,7 @@ other rows lie in an expert's group, and where, changes nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,62 @@ def route_backward(d_weights: Tensor, logits: Tensor, chosen: Tensor, weights: T
     return torch.softmax(logits, -1) * (spread - mean)
 
 
+class Choice(NamedTuple):
+    """How `route_sigmoid` chooses and weighs k experts of a token."""
+
+    per_token: int
+    groups: int
+    kept_groups: int
+    normalized: bool
+    scaling: float
+
+
+def route_sigmoid(logits: Tensor, bias: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    """`logits` [T, E] and `bias` [E], FP32 -> the chosen experts [T, k] int64, largest key first, and their weights.
+
+        s_e = 1 / (1 + exp(-z_e))       `reference.sigmoid`, FP32
+        b_e = s_e + bias_e              the key: one FP32 addition; of equal keys the lower index comes first
+        g   = its two largest keys added in FP32: that of a group; the largest are kept, of equal ones the lower index
+        w_j = f32(s_j / (sum of the s_j by rank + 1e-20) * scaling)    float64, rounded once; else f32(s_j * scaling)
+    """
+    s = ref.sigmoid(logits)
+    keys = s + bias
+    if choice.groups > 1:
+        two = keys.unflatten(-1, (choice.groups, -1)).topk(min(2, keys.shape[-1] // choice.groups), -1).values
+        best = two.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, : choice.kept_groups]
+        kept = torch.zeros_like(two[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        keys = keys.masked_fill(~kept.repeat_interleave(keys.shape[-1] // choice.groups, 1), float("-inf"))
+    chosen = keys.sort(dim=-1, descending=True, stable=True).indices[:, : choice.per_token].contiguous()
+    w = s.gather(1, chosen).to(torch.float64)
+    if choice.normalized:
+        w = w / (_by_rank(w) + 1e-20)[:, None]
+    return chosen, (w * choice.scaling).to(torch.float32)
+
+
+def _by_rank(w: Tensor) -> Tensor:
+    """The sum over a token's choices, from the first to the last."""
+    total = w[:, 0]
+    for j in range(1, w.shape[1]):
+        total = total + w[:, j]
+    return total
+
+
+def route_sigmoid_backward(
+    d_weights: Tensor, logits: Tensor, chosen: Tensor, weights: Tensor, choice: Choice
+) -> Tensor:
+    """Gradient of `route_sigmoid` for the logits [T, E], in FP32; 0 where an expert was not chosen. The choice itself,
+    and so the bias, has none. With S the sum of the s_j:
+
+        normalized:  ds_j = (scaling d_j - sum over i of w_i d_i) / S        else ds_j = scaling d_j
+        dz_j = ds_j s_j (1 - s_j)
+    """
+    s = ref.sigmoid(logits.gather(1, chosen))
+    ds = d_weights * choice.scaling
+    if choice.normalized:
+        ds = (ds - (weights * d_weights).sum(-1, keepdim=True)) / (s.sum(-1, keepdim=True) + 1e-20)
+    return torch.zeros_like(logits).scatter_(-1, chosen, ds * s * (1.0 - s))
+
+
 def router_backward(d_logits: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the router's GEMM from FP32 `d_logits` [T, E]: of x [T, D], rounded, and of w [E, D], FP32."""
     return (d_logits @ w.to(torch.float32)).to(x.dtype), d_logits.T @ x.to(torch.float32)
@@ -87,15 +143,16 @@ def dispatch_backward(d_rows: Tensor, groups: Groups) -> Tensor:
     return total.to(d_rows.dtype)
 
 
-def combine(y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """`rounded(((w_0 y_0 + w_1 y_1) + w_2 y_2) + ...)` [T, D] over a token's k rows of `y` [R, D], by rank.
+def combine(y: Tensor, weights: Tensor, groups: Groups, shared: Tensor | None = None) -> Tensor:
+    """`rounded(((w_0 y_0 + w_1 y_1) + w_2 y_2) + ...)` [T, D] over a token's k rows of `y` [R, D], by rank, and then
+    the row of `shared` [T, D].
 
     FP32 products and sums, each an operation of its own.
     """
     total = weights[:, :1] * y[groups.rows[:, 0]].to(torch.float32)
     for j in range(1, groups.rows.shape[1]):
         total = total + weights[:, j : j + 1] * y[groups.rows[:, j]].to(torch.float32)
-    return total.to(y.dtype)
+    return (total if shared is None else total + shared.to(torch.float32)).to(y.dtype)
 
 
 def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ OPS = (
     _op("router_backward", reference="experts.reference", hopper="experts.route"),
     _op("route", reference="experts.reference", hopper="experts.route"),
     _op("route_backward", reference="experts.reference", hopper="experts.reference"),
+    _op("route_sigmoid", reference="experts.reference", hopper="experts.route"),
+    _op("route_sigmoid_backward", reference="experts.reference", hopper="experts.reference"),
     _op("group", reference="experts.reference", hopper="experts.route"),
     _op("group_quantize", reference="experts.reference", hopper="experts.few_tokens"),
     _op("dispatch", reference="experts.reference", hopper="experts.rows"),

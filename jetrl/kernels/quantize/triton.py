@@ -136,16 +136,13 @@ def encode(x, scale):
     return codes_of(corrected(x, scale))
 
 
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
-def _rows_kernel(
-    x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
-    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def quantize_group(
+    x, codes, scale, rows, group, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr,
 ):
-    """One group of 128 columns of R rows."""
+    """One group of 128 columns of some `rows`."""
     BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    begin(PDL)
-    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    group = tl.program_id(1)
     cols = group * 128 + tl.arange(0, 128)
     alive = rows < num_rows
     v = tl.load(
@@ -157,6 +154,20 @@ def _rows_kernel(
         mask=alive[:, None] & (cols < written_cols)[None, :],
     )
     tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=alive)
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def _rows_kernel(
+    x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
+):
+    """One group of 128 columns of R rows."""
+    begin(PDL)
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    quantize_group(
+        x, codes, scale, rows, tl.program_id(1), num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+        FLOOR, POW2,
+    )
 
 
 @triton.jit

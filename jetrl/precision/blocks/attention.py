@@ -59,7 +59,7 @@ class Attention(Block):
         return flow.linear("o", a)
 
     def _rope(self, flow: BlockForward, name: str, x: str) -> str:
-        rope = asdict(flow.spec.rope)
+        rope = {key: value for key, value in asdict(flow.spec.rope).items() if key != "yarn"}
         constants = rope if rope["factor"] is not None else {"theta": rope["theta"]}
         return flow.op(name, "rope", {"x": x}, **constants)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.blocks.deepseek_moe import DeepSeekMoE, SigmoidMoE, deepseek_of
+from jetrl.precision.blocks.latent import LatentAttention
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
 from jetrl.precision.blocks.states import PerSequence, State
@@ -21,6 +23,7 @@ from jetrl.spec import ModelSpec
 Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
 
 ATTENTION, DENSE_MLP, EXPERTS = Attention(), MLP(), MoE()
+LATENT, SOFTMAX_EXPERTS, SIGMOID_EXPERTS = LatentAttention(), DeepSeekMoE(), SigmoidMoE()
 
 
 def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
@@ -33,7 +36,17 @@ def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     return (ATTENTION, EXPERTS if spec.experts is not None and spec.experts.in_layer(layer) else DENSE_MLP)
 
 
-LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture}
+def deepseek(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Latent attention, and experts or an MLP as the spec says for this layer."""
+    if spec.experts is None or not spec.experts.in_layer(layer):
+        return (LATENT, DENSE_MLP)
+    return (LATENT, SIGMOID_EXPERTS if deepseek_of(spec).sigmoid else SOFTMAX_EXPERTS)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture, "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek, "glm4_moe_lite": deepseek,
+}
 
 
 def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:

@@ -1,0 +1,12 @@
+"""The ops of adapters: which module computes each, by backend."""
+
+from __future__ import annotations
+
+from jetrl.kernels.registry import Op
+
+OPS = (
+    Op("adapter_shrink", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_expand", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_begin", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_finish", reference="adapters.reference", hopper="adapters.triton"),
+)

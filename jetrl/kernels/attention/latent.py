@@ -1,0 +1,99 @@
+"""Latent attention with gradients: absorbed forward, expanded backward. Definition: `latent_reference.py`.
+
+Legend: `T` tokens, `N` heads, `P`, `R`, `V` the parts of a head's query that meet the latent and the shared key, and its
+value, `L` the latent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.update.gradient import Gradient
+from jetrl.types import PagedPlan, VarlenPlan
+
+
+class LatentSizes(NamedTuple):
+    """N, P, R, L and V."""
+
+    heads: int
+    nope: int
+    rope: int
+    rank: int
+    value: int
+
+
+class Up(NamedTuple):
+    """The matrix `kv_b` [N * (P + V), L]: where its gradient goes, what is published of it, and its operand."""
+
+    gradient: Gradient
+    published: Tensor
+    operand: Any
+
+
+def prepare(w: Tensor, sizes: LatentSizes, held: Any = None) -> Any:
+    """The operand of `absorb` and `lift`; `held`: see `gemm.ops.prepare_fp8`."""
+    return backend_of(w).prepare_latent(w, sizes, held)
+
+
+def absorb(q: Tensor, up: Up, sizes: LatentSizes) -> Tensor:
+    """`q` [T, N, P + R], rotated -> [T, N, L + R]; no gradient."""
+    return backend_of(q).latent_absorb(q, up.operand, sizes)
+
+
+def lift(a: Tensor, up: Up, sizes: LatentSizes) -> Tensor:
+    """`a` [T, N, L] -> [T, N * V]; no gradient."""
+    return backend_of(a).latent_lift(a, up.operand, sizes)
+
+
+def attend_absorbed(
+    q: Tensor, row: Tensor, pages: Tensor | None, plan: VarlenPlan | PagedPlan, scale: float, sizes: LatentSizes
+) -> Tensor:
+    """`q` [T, N, L + R] over rows [T, L + R] -> [T, N, L], no gradient. `PagedPlan`: the rows are written to `pages`
+    [pages, page, L + R] of the layer first, then each query attends to its sequence's."""
+    backend = backend_of(q)
+    if isinstance(plan, VarlenPlan):
+        return backend.latent_attend(q, row, plan, scale, sizes, False)[0]
+    assert pages is not None
+    return backend.latent_attend_cached(q, row, pages, plan, scale, sizes)
+
+
+class _LatentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, row: Tensor, master: Tensor, up: Up, plan: VarlenPlan, scale: float, sizes: LatentSizes
+    ) -> Tensor:
+        backend = backend_of(q)
+        absorbed = backend.latent_absorb(q, up.operand, sizes)
+        a, lse = backend.latent_attend(absorbed, row, plan, scale, sizes, True)
+        del absorbed
+        out = backend.latent_lift(a, up.operand, sizes)
+        ctx.save_for_backward(q, row, up.published, out, lse)
+        ctx.rest = up, plan, scale, sizes
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, row, w, out, lse = ctx.saved_tensors
+        up, plan, scale, sizes = ctx.rest
+        dq, d_row, d_kv = backend_of(q).latent_backward(
+            grad.contiguous(), q, row, w, up.operand, plan, scale, sizes, out, lse
+        )
+        dw = None
+        if ctx.needs_input_grad[2]:
+            c = row[:, : sizes.rank].contiguous()
+            dw = up.gradient.add(lambda kept: gemm.bf16_wgrad_into(d_kv, c, kept), lambda: gemm.bf16_wgrad(d_kv, c))
+        return dq, d_row, dw, None, None, None, None
+
+
+def latent_attention(
+    q: Tensor, row: Tensor, up: Up, plan: VarlenPlan, scale: float, sizes: LatentSizes
+) -> Tensor:
+    """`q` [T, N, P + R] and the rows [T, L + R] of packed sequences -> [T, N * V], with gradients."""
+    return _LatentAttention.apply(q, row, up.gradient.param, up, plan, scale, sizes)

@@ -1,0 +1,108 @@
+"""`config.json` of DeepSeek's architecture (`huggingface.deepseek`): published files, round trips, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jetrl.errors import Notice, UserError
+from jetrl.huggingface import deepseek
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.config import hf_config, spec_from_hf
+from jetrl.spec import SHAPES
+
+# As these keys stand in the models' own files.
+MOONLIGHT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "ep_size": 1,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11264,
+    "kv_lora_rank": 512, "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid",
+    "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+V2_LITE = {key: value for key, value in MOONLIGHT.items() if key not in ("num_nextn_predict_layers", "auto_map")} | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "intermediate_size": 10944,
+    "max_position_embeddings": 163840, "norm_topk_prob": False, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy", "vocab_size": 102400,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}
+
+
+def test_published_configs() -> None:
+    assert spec_from_hf(MOONLIGHT) == SHAPES["moonlight-16b-a3b"]
+    assert spec_from_hf(V2_LITE) == SHAPES["deepseek-v2-lite"]
+    assert SHAPES["moonlight-16b-a3b"].latent.scale(SHAPES["moonlight-16b-a3b"].rope) == 192**-0.5
+    v2 = SHAPES["deepseek-v2-lite"]  # 0.1 * 0.707 * ln 40 + 1 = 1.2608
+    assert v2.latent.scale(v2.rope) == pytest.approx(192**-0.5 * 1.26080**2, rel=1e-5)
+    assert v2.rope.yarn.of_tables == 1.0
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SHAPES.items() if spec.latent is not None])
+def test_a_config_and_back(name: str) -> None:
+    config = hf_config(SHAPES[name])
+    assert spec_from_hf(config) == SHAPES[name]
+    assert config.keys() >= deepseek.written(SHAPES[name]).keys()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported for a deepseek_v3 model; 'sigmoid' is"),
+    ({"topk_method": "group_limited_greedy"}, "topk_method = 'group_limited_greedy' is not supported"),
+    ({"n_group": 7}, "n_group = 7 does not divide the 64 experts"),
+    ({"n_group": 64}, "n_group = 64 leaves one expert in a group"),
+    ({"n_group": 8, "topk_group": 9}, "topk_group = 9 is more than n_group = 8"),
+    ({"n_group": 16, "topk_group": 1}, "num_experts_per_tok = 6 is more than the 4 experts"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported; 1 is"),
+    ({"first_k_dense_replace": 28}, "first_k_dense_replace = 28 must be a number of layers from 0 to 27"),
+    ({"first_k_dense_replace": 27}, "has experts in some layer; this config.json leaves none"),
+    ({"n_routed_experts": None}, "this config.json leaves none"),
+    ({"num_local_experts": 32}, "n_routed_experts = 64 and num_local_experts = 32 differ"),
+    ({"rope_interleave": False}, "rope_interleave = False is not supported"),
+    ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63 is odd"),
+    ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+    ({"num_key_value_heads": 4}, "latent attention makes keys and values for every head"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear' is not supported; 'default' and 'yarn'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings is missing"),
+    ({"index_topk": 2048}, "index_topk = 2048 is not known to jetrl for a deepseek_v3 model"),
+    ({"n_routed_experts": 8192, "num_hidden_layers": 64}, "are 524288 experts"),
+])  # fmt: skip
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_from_hf(MOONLIGHT | change)
+    assert message in str(caught.value)
+
+
+def test_softmax_scores_are_not_divided_by_their_sum() -> None:
+    with pytest.raises(UserError, match="norm_topk_prob = true with softmax scores is not supported"):
+        spec_from_hf(V2_LITE | {"norm_topk_prob": True})
+    kinds = hf_config(SHAPES["glm-4.7-flash"]) | {"mlp_layer_types": ["dense", "other"]}
+    with pytest.raises(UserError, match="must be 'dense' or 'sparse' for each of the 47 layers"):
+        spec_from_hf(kinds)
+
+
+def test_layers_for_drafts_are_left_out_and_told(tmp_path: Path) -> None:
+    from jetrl.model.transformer import Transformer
+    from jetrl.precision.recipe import build_recipe
+
+    spec = SHAPES["tiny-mla"]
+    state = dict(Transformer(spec, build_recipe("bf16", 4)).random_values(0))
+    hf.save_model(tmp_path / "m", spec, state)
+    assert not [p for p in (tmp_path / "m").iterdir() if p.suffix == ".json" and "nextn_predict_layers\": 1" in p.read_text()]
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    more = {f"model.layers.4.{name}": torch.zeros(2) for name in ("enorm.weight", "eh_proj.weight")}
+    save_file(tensors | more, tmp_path / "m" / "model.safetensors")
+    with pytest.warns(Notice, match="2 tensors are of layers that draft further tokens"):
+        assert hf.load_state(tmp_path / "m", spec).keys() == state.keys()
+    save_file(tensors | {"model.layers.3.other": torch.zeros(2)}, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(UserError, match=r"holds .*model\.layers\.3\.other"):
+        hf.load_state(tmp_path / "m", spec)

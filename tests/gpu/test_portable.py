@@ -163,7 +163,8 @@ def test_gradients_of_attention(heads: tuple[int, int, int], stems: tuple[int, .
 
 
 SHAPES = ("random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe")
-MODELS = list(product(SHAPES, ("bf16", "w8a16", "fp8"), ("bf16", "fp8")))
+FLOWS = (("bf16", ""), *product(("w8a16", "fp8"), ("bf16", "fp8")))  # precision, and format of the cache
+MODELS = [(shape, *flow) for shape in SHAPES for flow in FLOWS]
 
 
 @pytest.mark.parametrize(("model", "precision", "cache"), MODELS, ids=str)

@@ -153,7 +153,7 @@ def _multiply(
 ) -> None:
     """`steps`: elements between matrices of `w`, columns of the output, and neighbours of K; `size` is (N, K)."""
     (n, k), experts = size, len(groups.counts)
-    count = _tiles(groups, (t := tiles.gemm(launch.CAPABILITY, _mean(groups))).rows)
+    count = _tiles(groups, (t := tiles.gemm(launch.CAPABILITY, _mean(groups), n)).rows)
     if not count or not n:
         return
     _grouped_kernel[(count * triton.cdiv(n, t.cols),)](
@@ -185,7 +185,7 @@ def grouped_fp8_gemm(a: QTensor, b: PreparedFP8, groups: PaddedGroups, out_dtype
     """`kernels.experts.ops.grouped_fp8_gemm`: the bits of `gemm.portable_fp8.fp8_gemm` for each row."""
     codes, (experts, n, _) = left_operand(a, b), b.codes.shape
     out = torch.empty(codes.shape[0], n, dtype=out_dtype, device=codes.device)
-    count = _tiles(groups, (t := tiles.gemm_fp8(launch.CAPABILITY, _mean(groups))).rows)
+    count = _tiles(groups, (t := tiles.gemm_fp8(launch.CAPABILITY, _mean(groups), n)).rows)
     if count and n:
         _grouped_fp8_kernel[(count * triton.cdiv(n, t.cols),)](
             codes, b.codes, a.scale, b.scale, groups.starts, groups.ends, out, count, n, codes.shape[1] // BLOCK,

@@ -80,7 +80,7 @@ def multiply(x: Tensor, w: Tensor, out: Tensor, tile: tiles.Gemm | None = None) 
     assert w.shape[1] == k and out.shape == (m, n) and k > 0
     if not m or not n:
         return
-    t = tile or tiles.gemm(launch.CAPABILITY, m)
+    t = tile or tiles.gemm(launch.CAPABILITY, m, n)
     _gemm_kernel[(triton.cdiv(m, t.rows) * triton.cdiv(n, t.cols),)](
         x, w, out, m, n, k, x.stride(0), w.stride(0), out.stride(0), ROWS=t.rows, COLS=t.cols, STEP=t.step,
         STAGES=t.stages, EVEN=k % t.step == 0, num_warps=t.warps, enable_fp_fusion=False, **launch.LAUNCH,

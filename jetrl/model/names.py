@@ -74,8 +74,9 @@ def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for ours, pieces in table.items():
         rows = [piece.shape[0] for piece in pieces]
-        shape = (sum(rows), *pieces[0].shape[1:])
+        shape = (sum(rows), *pieces[0].flat[1:])
         if tuple(state[ours].shape) != shape:
             raise ValueError(f"{ours} has shape {tuple(state[ours].shape)}; the spec asks for {shape}")
-        out.update(zip((piece.name for piece in pieces), state[ours].detach().split(rows), strict=True))
+        parts = state[ours].detach().split(rows)
+        out.update((piece.name, part.reshape(piece.shape)) for piece, part in zip(pieces, parts, strict=True))
     return out

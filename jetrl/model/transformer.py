@@ -25,13 +25,13 @@ from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.adapter import first_values, is_adapter
 from jetrl.model.attention import Attention
-from jetrl.model.block import Context, Routes, no_tap
+from jetrl.model.block import Block, Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
 from jetrl.model.flips import Flips
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import HoldsMasters, masters_of
-from jetrl.model.published import Embedding, Note, Published
+from jetrl.model.published import Embedding, Norm, Note, Published
 from jetrl.model.rope import rope_tables
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
@@ -91,11 +91,11 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             Layer(i, spec, recipe, master_dtype, dtype, adapter_dtype) for i in range(spec.num_layers)
         )
-        self.norm = Published((spec.hidden_size,), master_dtype, dtype)
+        self.norm = Norm((spec.hidden_size,), master_dtype, dtype, spec.norm_offset)
         if not spec.tie_embeddings:
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         with torch.device("cpu"):  # also where the parameters are only shapes
-            cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)
+            cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position, spec.rotary_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
@@ -175,14 +175,28 @@ class Transformer(nn.Module):
         }
         masters = masters_of(self)
         for name, shape, cut in [(n, m.whole_shape(), m.split) for n, m in masters.items() if not is_adapter(n)]:
-            if len(shape) == 1:
-                yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+            if (own := self._initial(name, shape, generator)) is not None:
+                yield name, own if cut is None else cut.own(own)
                 continue
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if name in writers else 0.02
             whole = torch.randn(shape, generator=generator).mul_(std)
             yield name, whole if cut is None else cut.own(whole)
             del whole  # before the next one is drawn
         yield from first_values(self, seed)
+
+    def _initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """The first value of a vector, or of what a block wants another value of than a matrix has."""
+        module = self.get_submodule(name.rpartition(".")[0])
+        if name.startswith("layers."):
+            _, layer, block, own = name.split(".", 3)
+            found = self.layers[int(layer)].get_submodule(block)
+            value = found.initial(own, shape, generator) if isinstance(found, Block) else None
+            if value is not None:
+                return value
+        if len(shape) == 1:
+            zero = name.endswith("bias") or (isinstance(module, Norm) and module.offset)
+            return torch.full(shape, 0.0 if zero else 1.0)
+        return None
 
     def publish(self, flips: Flips | None = None) -> Transformer:
         """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
@@ -330,7 +344,7 @@ class Transformer(nn.Module):
 
     def _final_norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
         norm = self.norm
-        return pointwise.add_rms_norm(x, residual, norm.weight, norm.published, self.spec.rms_norm_eps)[0]
+        return pointwise.add_rms_norm(x, residual, norm.weight, norm.factor, self.spec.rms_norm_eps)[0]
 
     def head_operand(self) -> Any:
         """The published lm_head as a GEMM operand."""

@@ -12,13 +12,13 @@ from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import Config
 from jetrl.config.toml import toml_literal
-from jetrl.environments.environment import TOOLS, Factory, load_environment
+from jetrl.environments.environment import TOOLS, Factory, for_tokenizer, load_environment
 from jetrl.environments.tools import tools_factory
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
-from jetrl.kernels.dispatch import require_experts, require_latent
+from jetrl.kernels.dispatch import require_delta, require_experts, require_latent
 from jetrl.kernels.support import require, require_precision
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
@@ -156,12 +156,14 @@ def check_given(config: Config, task: Task, given: GivenAnswers) -> None:
 
 
 def check_experts(config: Config, spec: ModelSpec) -> None:
-    """UserError if the model is a mixture of experts or has latent attention, and the config's kernels cannot compute
+    """UserError if the model has experts, latent attention or Gated DeltaNet, and the config's kernels cannot compute
     that."""
     if spec.experts is not None:
         require_experts(config.kernels)
     if spec.latent is not None:
         require_latent(config.kernels)
+    if spec.delta is not None:
+        require_delta(config.kernels)
 
 
 def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
@@ -290,7 +292,8 @@ def scoring(
         return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
     with_signal(named, config)
     own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own, given)
+    found = load_environment(config.environment.name, config.environment.params, own, given)
+    return named, for_tokenizer(found, tokenizer, config.task)
 
 
 def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:

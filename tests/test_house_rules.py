@@ -58,7 +58,7 @@ LONG_FUNCTIONS = {
 SWALLOWERS = [
     "chat/template.py:_attempt",  # templates refuse texts that are none of the data's; limits pass
     "doctor/finding.py:attempted",
-    "environments/verifiers_worker.py:_run", "environments/verifiers_worker.py:main",  # told to the run, in a line
+    "environments/verifiers_worker.py:main",  # told to the run, in a line
     "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "kernels/compiling/pool.py:_attempted",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,10 +18,27 @@ from jetrl.chat.messages import TurnEncoder
 from jetrl.config import TaskConfig
 from jetrl.environments.asked import Asked, Said
 from jetrl.environments.environment import BadReply, Factory, opening_of, problem_mapping, step_of
-from jetrl.errors import Notice, UserError
-from jetrl.types import Completion, Problem, Reply
+from jetrl.errors import Notice, UserError, shown
+from jetrl.types import Completion, FinishReason, Problem, Reply, Segment
 from jetrl.user_code.calls import Background, Call, Loop
 from jetrl.user_code.guard import check_unchanged, process_settings, put_back
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What an environment said before it was begun again; None: nothing, which has no tokens."""
+
+    said: Segment | None
+    reward: float | None
+
+    def unlike(self, reply: Reply) -> str:
+        """How a reply differs; "" where it does not."""
+        text = "" if self.said is None else self.said.text
+        if reply.done:
+            return "it ended the conversation, and did not before"
+        if reply.text != text:
+            return f"it said {shown(reply.text)}, and {shown(text)} before"
+        return "" if reply.reward == self.reward else f"it gave a reward of {reply.reward}, and {self.reward} before"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +71,14 @@ class _Conversation:
     closed: bool = False
     closing: bool = False  # the environment's `close` is under way
     stuck: bool = False  # a call was abandoned: the environment is out of our hands
+    said: list[str] = field(default_factory=list)  # the policy's turns
+    last: Reply | None = None  # to the last of them
+    held: bool = False  # `last` waits until it is asked for
+    due: bool = True  # `last` is given when it goes on, even if it was given before
+    ahead: deque[Completion] = field(default_factory=deque)  # turns that the environment is yet to hear
+    known: deque[_Heard] = field(default_factory=deque)  # what it has to say to the next ones, which nobody waits for
+    broken: Reply | None = None  # how it failed while it heard them
+    begun_again: bool = False
 
 
 @dataclass(slots=True)
@@ -73,6 +98,7 @@ class EnvironmentPool:
     _talks: dict[int, _Conversation] = field(default_factory=dict)
     _calls: dict[Call, _Conversation] = field(default_factory=dict)
     _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and were not looked at yet
+    _again: list[_Conversation] = field(default_factory=list)  # those whose last reply is to be given now
     _background: Background = field(init=False)
     _settings: dict[str, Any] = field(default_factory=process_settings)
 
@@ -99,9 +125,18 @@ class EnvironmentPool:
     def act(self, key: int, completion: Completion) -> None:
         """The policy's turn; ignored if the conversation is over."""
         talk = self._talks[key]
-        if talk.over:
-            return
-        assert not talk.owes, f"conversation {key}: it is the environment's turn"
+        talk.said.append(completion.text)
+        talk.last = None
+        if talk.broken is not None:
+            talk.last = talk.broken
+            self._again.append(talk)
+        elif talk.owes and talk.begun_again:
+            talk.ahead.append(completion)
+        elif not talk.over:
+            assert not talk.owes, f"conversation {key}: it is the environment's turn"
+            self._step(talk, completion)
+
+    def _step(self, talk: _Conversation, completion: Completion) -> None:
         talk.turn, talk.owes = completion, True
         said: Any = completion.text
         if self.factory.takes_turns:
@@ -116,19 +151,86 @@ class EnvironmentPool:
         while True:
             replies = self._ready()
             self.check_settings()
-            if replies or not wait or not any(talk.owes for talk in self._talks.values()):
+            if replies or not wait or not any(talk.owes and not talk.held for talk in self._talks.values()):
                 return replies
             self._background.wait(self.timeout)
 
     def _ready(self) -> list[Reply]:
         """The replies from the calls that are over."""
         self._ended += self._background.collect()
-        replies = []
         while self._ended:
             call = self._ended.popleft()
-            if (reply := self._reply(self._calls.pop(call), call)) is not None:
-                replies.append(reply)
-        return replies
+            talk = self._calls.pop(call)
+            if (reply := self._reply(talk, call)) is not None:
+                self._take(talk, reply)
+        again, self._again = self._again, []
+        return [talk.last for talk in again if talk.last is not None and not talk.held and not talk.closed]
+
+    def _take(self, talk: _Conversation, reply: Reply) -> None:
+        """Give a reply, or keep it while the conversation is held. What an environment says that was begun again, and
+        has said before, is compared."""
+        if talk.known and not reply.failure:
+            if unlike := talk.known.popleft().unlike(reply):
+                raise UserError(self._not_the_same(talk, unlike))
+        elif talk.known:
+            talk.broken, due = reply, len(talk.ahead) + 1 > len(talk.known)
+            talk.known.clear()
+            talk.ahead.clear()
+            if due:
+                self._give(talk, reply)
+            return
+        else:
+            self._give(talk, reply)
+        if talk.ahead and not talk.over:
+            self._step(talk, talk.ahead.popleft())
+
+    def _give(self, talk: _Conversation, reply: Reply) -> None:
+        talk.last = reply
+        if not talk.held:
+            self._again.append(talk)
+
+    def _not_the_same(self, talk: _Conversation, unlike: str) -> str:
+        return (
+            f"Environment {self.factory.name}, problem {talk.problem.id}: it was begun again to hear the same turns as "
+            f"before, and after {len(talk.said) - len(talk.ahead)} of them {unlike}. With rollout.overcommit, an "
+            "environment is called again with the same turns where a step is cut and where a run is resumed: what it "
+            'says must depend on these and on problem["seed"] alone. Make it so, or set rollout.overcommit = 0.'
+        )
+
+    def hold(self, key: int) -> None:
+        """`types.CarriedConversations.hold`; unknown ones are ignored."""
+        if key in self._talks:
+            self._talks[key].held = True
+
+    def go_on(self, key: int) -> None:
+        """The end of `hold`: a reply that has arrived since is given by the next `poll`."""
+        talk = self._talks[key]
+        talk.held = False
+        if talk.due and talk.last is not None:
+            self._again.append(talk)
+
+    def bring(
+        self, key: int, problem: Problem, segments: Sequence[Segment], due: bool, finish: FinishReason = "stop"
+    ) -> None:
+        """`types.CarriedConversations.bring`. The environment hears the turns again in the background."""
+        turns = [segment for segment in segments if segment.author == "policy"]
+        talk = self._talks.get(key)
+        there = talk is not None and talk.said == [turn.text for turn in turns] and (due or not talk.over)
+        if not there:
+            if talk is not None:
+                self.close(key)
+            self.start(key, problem)
+            talk = self._talks[key]
+            talk.begun_again, talk.said = True, [turn.text for turn in turns]
+            talk.ahead.extend(_completion(key, turn, finish) for turn in turns)
+            talk.known.extend(_heard(segments, due))
+        assert talk is not None
+        talk.held, talk.due = True, due
+
+    def keep_only(self, keys: Collection[int]) -> None:
+        """Close the conversations that are held, other than these."""
+        for key in [key for key, talk in self._talks.items() if talk.held and key not in keys]:
+            self.close(key)
 
     def check_settings(self) -> None:
         """Raises UserError where an environment has changed settings that it shares with training."""
@@ -264,6 +366,24 @@ class EnvironmentPool:
             "limit, one after the other: use await where it waits, or write def instead of async def"
         )
         return text + (blocks if call.blocking else "")
+
+
+def _completion(key: int, turn: Segment, finish: FinishReason) -> Completion:
+    """A turn of the policy as its environment got it."""
+    return Completion(key, turn.tokens, turn.logprobs, turn.text, finish, turn.spans[-1][1], "", turn.spans)
+
+
+def _heard(segments: Sequence[Segment], due: bool) -> list[_Heard]:
+    """What the environment said first and then to each turn, without the reply that is due."""
+    found = list[_Heard]()
+    for segment in segments:
+        if segment.author == "policy":
+            found.append(_Heard(None, segment.reward))
+        elif found:
+            found[-1] = replace(found[-1], said=segment)
+        else:
+            found.append(_Heard(segment, None))
+    return found[:-1] if due else found
 
 
 def build_pool(

@@ -217,10 +217,22 @@ def begin(
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = on_every_rank(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    check_gpus(config, world)
     if trains:
         config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
+
+
+def check_gpus(config: Config, world: World) -> None:
+    """Refuse ranks with GPUs of different kinds: the order of sums belongs to the kind. A collective."""
+    kinds = world.gather(definition(config.kernels)) if world.size > 1 else []
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank}: {kind.split()[2]}" for rank, kind in enumerate(kinds))
+        raise UserError(
+            f"The GPUs of this run are of different kinds ({found}), and with kernels = "
+            f'"{config.kernels}" bits depend on the kind. Choose GPUs of one kind with CUDA_VISIBLE_DEVICES.'
+        )
 
 
 def check_lanes(config: Config, world: World) -> None:

@@ -13,9 +13,10 @@ import triton.language as tl
 
 def launches(capability: tuple[int, int], precision: str) -> list[Any]:
     """The jobs of `kernels.compiling.recorded` for a rollout and updates on a GPU of that compute capability."""
-    from jetrl.kernels import launch
+    from jetrl.kernels import launch, tiles
 
     launch.CAPABILITY, launch.E4M3 = capability, tl.constexpr(capability >= (8, 9))
+    launch.OLD_MMA = tl.constexpr(tiles.kind_of(capability) == "mma")
     launch.LAUNCH.clear()
     launch.LAUNCH.update({"PDL": True, "launch_pdl": True} if capability >= (9, 0) else {"PDL": False})
     from recorded_run import as_on_a_gpu

@@ -18,6 +18,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.registry import Backend, load, tables
 from jetrl.kernels.support import require
 
+LATENT = ("reference",)  # backends with latent attention that users may take: hopper's kernels have not run on a GPU
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
 _serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
@@ -50,14 +51,13 @@ def require_experts(name: str) -> Backend:
 
 @cache
 def require_latent(name: str) -> Backend:
-    """The backend `name`, if it has kernels for latent attention; UserError else."""
-    backend = load_backend(name)
-    if not hasattr(backend, "latent_attend"):
+    """The backend `name`, if its kernels for latent attention have a certificate; UserError else."""
+    if name not in LATENT:
         raise UserError(
-            f'kernels = "{name}" cannot compute latent attention (MLA): set device = "cpu" (kernels = "reference"), or '
-            "use a model without it."
+            f'kernels = "{name}" cannot compute latent attention (MLA) yet: set device = "cpu" (kernels = "reference"), '
+            "or use a model without it."
         )
-    return backend
+    return load_backend(name)
 
 
 def select(name: str) -> None:

@@ -159,7 +159,7 @@ def test_the_sum_over_experts_has_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert certify(model_of("bf16", dtype=torch.float32), WORK, "test", lambda text: None).ok
     right = moe.moe.combine
 
-    def other(y: Tensor, weights: Tensor, groups: Any) -> Tensor:
+    def other(y: Tensor, weights: Tensor, groups: Any, shared: None) -> Tensor:
         if not torch.is_grad_enabled():
             return right(y, weights, groups)
         flipped = replace(groups, rows=groups.rows.flip(1))

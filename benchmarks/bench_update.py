@@ -81,15 +81,15 @@ def config_of(args: argparse.Namespace) -> Config:
     return on_gpu(load_config(find_recipe("gsm8k_qwen3_8b"), overrides))
 
 
-def groups_of(args: argparse.Namespace) -> list[Group]:
+def groups_of(tokens: int, length: int, vocab_size: int = SPEC.vocab_size, prompt_length: int = PROMPT) -> list[Group]:
     """One group of answers of equal length with random tokens; the log-probs are those of uniform draws."""
     g = np.random.default_rng(0)
-    count = args.tokens // args.length
-    prompt = tuple(g.integers(1, SPEC.vocab_size, PROMPT).tolist())
+    count = tokens // length
+    prompt = tuple(g.integers(1, vocab_size, prompt_length).tolist())
     trajectories = []
     for _ in range(count):
-        answer = tuple(g.integers(1, SPEC.vocab_size, args.length - PROMPT).tolist())
-        logprobs = (float(-np.log(SPEC.vocab_size)),) * len(answer)
+        answer = tuple(g.integers(1, vocab_size, length - prompt_length).tolist())
+        logprobs = (float(-np.log(vocab_size)),) * len(answer)
         segments = (Segment("environment", prompt, ""), Segment("policy", answer, "", logprobs, spans=((0, 0),)))
         trajectories.append(Trajectory(segments, "stop", FLOW))
     rewards = tuple(float(i % 2) for i in range(count))
@@ -97,7 +97,7 @@ def groups_of(args: argparse.Namespace) -> list[Group]:
 
 
 def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> PackedBatch:
-    groups = groups_of(args)
+    groups = groups_of(args.tokens, args.length)
     batches = pack(groups, max_tokens_per_gpu=args.length, flow_digest=FLOW, weight_version=0)
     _, (batch,), _ = estimate(groups, batches, learner, None, config, True)
     return batch
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row of each variant and of the reference pass in each round; the first, which compiles, has none."""
     config = config_of(args)
     masters = getattr(torch, STATES[args.state][0])
-    model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters)
+    model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters, kernels=args.kernels)
     accumulate_in(model, torch.float32)
     learner = Learner(model, build_optimizer(masters_of(model), config.train))
     batch = packed_batch(args, learner, config)
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="only list the kernels of the last variant's update")
+    parser.add_argument("--kernels", default="auto", help="hopper or triton")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="update")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -207,7 +208,7 @@ def main() -> None:
     require_gpu()
     rows = []
     for row in measure(args):
-        rows.append(row | {"precision": args.precision, "layers": args.layers})
+        rows.append(row | {"precision": args.precision, "layers": args.layers, "kernels": args.kernels})
         if args.one:
             emit(rows[-1] | {"environment": environment()})
     if args.one or args.profile:

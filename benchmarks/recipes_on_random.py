@@ -51,7 +51,7 @@ _NAMED = ("dataset", "dataset_config", "dataset_revision", "train_split", "eval_
 def shape_of(recipe: str) -> str:
     """The published shape that a recipe's `model.path` names."""
     path = read_toml(find_recipe(recipe))["model"]["path"]
-    return str(path).rpartition("/")[2].lower()
+    return str(path).rpartition("/")[2].lower().removesuffix("-instruct")
 
 
 def stand_in_config(

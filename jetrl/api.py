@@ -26,6 +26,8 @@ from jetrl.huggingface import hub
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import is_adapters, read_adapters
 from jetrl.huggingface.merge import export_adapters, export_merged
+from jetrl.kernels.dispatch import definition
+from jetrl.kernels.support import capability
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _CPU_CACHE = 65_536  # tokens
+_ALL = 1 << 62  # bytes
 _TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]
 
 
@@ -152,7 +155,8 @@ def load_model(
     path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
     masters: bool = False,
 ) -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8, w8a16 or fp8_rollout.
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, Qwen3.5, DeepSeek V2 and V3, SmolLM2) as bf16,
+    fp8, w8a16 or fp8_rollout.
 
     `path` may also be a run folder (its newest checkpoint) or a checkpoint, as in `jetrl eval`, or a name on the hub,
     such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
@@ -172,7 +176,8 @@ def load_model(
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
-    digest, ends = flow_digest(spec, model.recipe), eos_ids(tokenizer, model_source(config), spec.vocab_size)
+    digest = flow_digest(spec, model.recipe, definition(config.kernels))
+    ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
     engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, ends))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine, formats)
@@ -269,7 +274,9 @@ def served_model(
     spec, before = policy.model.spec, policy.engine
     if kv_cache_tokens is None and policy.model.head_weight.device.type == "cpu":
         kv_cache_tokens = max(spec.max_position, min(_CPU_CACHE, max_num_seqs * spec.max_position))
-    settings = replace(before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
+    settings = replace(  # an idle server keeps its cache, and what it has captured
+        before.settings, max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens, keep_bytes=_ALL
+    )
     engine = PagedEngine(policy.model, policy.tokenizer, before.flow_digest, settings)
     assert before.weights is not None
     engine.load(before.weights)
@@ -297,7 +304,7 @@ def evaluation_config(
     path = recipe or run / "config.toml"  # type: ignore[operator]
     _require_tokenizer_only(where, overrides, path)
     config = load_config(path, overrides)
-    return resolve(config, cuda_available=torch.cuda.is_available())
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 def _require_tokenizer_only(where: str | Path, overrides: Sequence[str], recipe: Path) -> None:
@@ -376,9 +383,17 @@ def export_checkpoint(
         return _export_adapters(folder, out, fp8, merge, say)
     if merge:
         raise UserError(f"--merge is for adapters, and {folder} is a whole model. Leave it out.")
-    own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
+    config = None if run is None else load_config(run / "config.toml")
+    spec = hf.spec_from_folder(folder)
+    own = None if config is None else recipe_of(config, spec)
     recipe = own if own is not None and own.name != "bf16" else None
-    written = export_module.export(folder, out, fp8, recipe, trained_with=own)
+    base = None
+    if config is not None and config.model.path is not None and spec.delta is not None:
+        try:
+            base = model_folder(config.model.path, config.model.revision)
+        except UserError as error:
+            say(f"The text model alone, without the parts of {config.model.path} that jetrl does not train: {error}")
+    written = export_module.export(folder, out, fp8, recipe, trained_with=own, base=base)
     if rest := export_module.left_out(folder):
         say(f"Left out, because jetrl does not know them as files of a model: {some(rest)}")
     return written

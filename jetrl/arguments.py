@@ -53,6 +53,8 @@ def token_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
         raise UserError(f"{name} = {shown(ids)}: give token ids; policy.tokenizer.encode(text) makes them.")
     if not _listed(ids):
         raise UserError(f"{name} = {shown(ids)}: give a list of token ids, such as [1, 2, 3].")
+    if isinstance(ids, list) and set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
+        return tuple(ids)
     found = []
     for i, value in enumerate(ids):
         try:

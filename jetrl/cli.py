@@ -43,6 +43,13 @@ Overrides = Annotated[
 ]
 
 
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")]
+DryRun = Annotated[bool, typer.Option(
+    "--dry-run", help="Check config, model, data and memory; print the config, the rows and one prompt."
+)]
+Gpu = Annotated[str, typer.Option(help="With --dry-run: h100, h200, or GiB (default: this machine's GPU).")]
+
+
 _ABOUT_RECIPES = (
     "Any setting can follow the recipe. `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
     "`jetrl recipes` lists the recipes that come with jetrl, `jetrl docs` the documentation. `--debug` shows "
@@ -119,21 +126,26 @@ def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = 
     from jetrl.config import load_config, resolve
     from jetrl.config.load import quiet, tell
     from jetrl.config.shipped import find_recipe
+    from jetrl.kernels.support import capability
 
     config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])], quiet if again else tell)
-    return resolve(config, cuda_available=torch.cuda.is_available())
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 @app.command(epilog=_ABOUT_RECIPES)
 def train(
     recipe: Recipe, overrides: Overrides = None,
-    nproc: Ranks = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Check config, model, data and memory; print the config, the rows and one prompt.")] = False,
-    gpu: Annotated[str, typer.Option(help="With --dry-run: h100, h200, or GiB (default: this machine's GPU).")] = "",
+    nproc: Ranks = None, resume: Resume = False, dry_run: DryRun = False, gpu: Gpu = "",
 ) -> None:
     """Train a model: warm start (if the recipe has one), then RL. Writes metrics and a report to runs/<name>/."""
+    _train(recipe, overrides, nproc, resume, dry_run, gpu)
+
+
+def _train(
+    recipe: str, overrides: list[str] | None, nproc: int | None, resume: bool, dry_run: bool, gpu: str,
+    command: str = "train",
+) -> None:
+    """A run from a recipe, by RL or on given answers. `command`: what the user called."""
     from jetrl.parallel import launch
 
     world = launch.join()  # before anything that loads torch: a signal in the first seconds is not lost
@@ -165,7 +177,7 @@ def train(
     if not ended:
         if config.checkpoint.save_interval:
             own = quote(f"{run_dir}/config.toml")
-            out.print(f"Stopped; a checkpoint was saved. Continue with:\n  jetrl train {own} --resume")
+            out.print(f"Stopped; a checkpoint was saved. Continue with:\n  jetrl {command} {own} --resume")
         else:
             out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot be resumed.")
         raise SystemExit(130)
@@ -174,8 +186,23 @@ def train(
 
 
 @app.command(epilog=_ABOUT_RECIPES)
-def sft(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run only the supervised warm start of a recipe; `train` then finds the result in the cache."""
+def sft(
+    recipe: Recipe, overrides: Overrides = None, nproc: Ranks = None, resume: Resume = False,
+    dry_run: DryRun = False, gpu: Gpu = "",
+) -> None:
+    """Supervised fine-tuning on given answers (a recipe with method = "sft"), or only the warm start of an RL recipe,
+    which `train` then finds in the cache."""
+    from jetrl.config import load_config
+    from jetrl.config.load import quiet
+    from jetrl.config.shipped import find_recipe
+
+    if load_config(find_recipe(recipe), overrides or [], quiet).supervised:
+        return _train(recipe, overrides, nproc, resume, dry_run, gpu, "sft")
+    if nproc is not None or resume or dry_run or gpu:
+        raise UserError(
+            f"{recipe} is a recipe for RL, of which `jetrl sft` only makes the warm start, without options. For "
+            "supervised fine-tuning set method=sft; for RL use `jetrl train`."
+        )
     config = _config(recipe, overrides)
     from jetrl.run.loop import StopRequest, run_sft
 
@@ -236,7 +263,7 @@ def _add_study() -> None:
 _add_study()
 
 
-_DRAWN = "Settings of [lora], such as lora.rank=8, which add adapters with random weights."
+_DRAWN = "Settings of [lora], such as lora.rank=8, which add adapters with random weights; or kernels=triton."
 
 
 @app.command()

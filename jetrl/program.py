@@ -20,6 +20,7 @@ from jetrl.config.peers import peer_name
 from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml, split_override
 from jetrl.errors import UserError, shown, told
+from jetrl.kernels.support import capability
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.rewards.calls import distinct_names
 from jetrl.run import start as entry
@@ -66,7 +67,7 @@ def program(
         for name in (value,) if isinstance(value, str) else value or ():
             if is_given(name):
                 own.find(name, key)
-    config = resolve(config, cuda_available=torch.cuda.is_available())
+    config = resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
     if path is not None and config.checkpoint.resume != "never":
         config = in_own_folder(config, str(path), [f"{key}=" for key in (*keys, *(["name"] if run_dir else []))])
     return Program(config, own, entry.run_dir_of(config))

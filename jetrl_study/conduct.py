@@ -227,7 +227,9 @@ def resolved(config: Config) -> Config:
     """The config on this machine."""
     import torch
 
-    return resolve(config, cuda_available=torch.cuda.is_available())
+    from jetrl.kernels.support import capability
+
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 def _require_machine(left: Sequence[Planned], plan: Sequence[Planned]) -> None:

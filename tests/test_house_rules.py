@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py")) + sorted(STUDY.rglob("*.py"))
 
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
-    ("arrays",),
+    ("arrays", "branches"),
     ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "moved", "values", "rounding",
      "__init__"),
     ("untrusted", "phrases"),
@@ -39,7 +39,7 @@ RANKS = [
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 REPORT_MAY = {"types", "errors", "untrusted", "moved", "rounding", "report", "__init__"}
 NO_TORCH = [
-    "precision", "config", "spec.py", "errors.py", "types.py", "arrays.py", "choices.py", "presets.py",
+    "precision", "config", "spec.py", "errors.py", "types.py", "arrays.py", "branches.py", "choices.py", "presets.py",
     "requirements.py", "untrusted.py", "values.py", "rounding.py",
     "engine/scheduler.py", "engine/pages.py", "engine/plan.py", "engine/slots.py", "engine/prefixes.py",
     "engine/turns.py", "engine/limits.py", "engine/settings.py", "engine/rows.py",
@@ -80,8 +80,6 @@ REACHED_THROUGH = {
     "kernels/pointwise/reference": "kernels/pointwise/table",
     "kernels/quantize/reference": "kernels/quantize/table",
     "kernels/update/reference": "kernels/update/table",
-    "kernels/gemm/operands": "kernels/gemm/scaled_mm",
-    "kernels/launch": "kernels/pointwise/triton",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
     "huggingface/tokenizer": "huggingface/read",

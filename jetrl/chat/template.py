@@ -80,8 +80,12 @@ class Template:
     tokenizer: Any
     variables: Mapping[str, Any]
 
-    def prompt(self, messages: Sequence[Message], problem_id: str, system_prompt: bool = False) -> str:
-        """The messages with the assistant's turn opened. `system_prompt`: the first is `task.system_prompt`.
+    def prompt(
+        self, messages: Sequence[Message], problem_id: str, system_prompt: bool = False,
+        ours: frozenset[str] = frozenset(),
+    ) -> str:
+        """The messages with the assistant's turn opened. `system_prompt`: the first is `task.system_prompt`. `ours`: as
+        in `reply`.
 
         UserError where a message is not written at all; warnings, once each, for the rest.
         """
@@ -93,7 +97,7 @@ class Template:
                 f"task.system_prompt has no effect: {self.source} does not write messages of role 'system'. Remove "
                 f"it, put its text into the prompts (task.prompt_template), {_CURE}."
             )
-        self._check(f"Problem {problem_id}", messages, text, None, "Give it another role, such as user,")
+        self._check(f"Problem {problem_id}", messages, text, None, "Give it another role, such as user,", ours)
         return text
 
     def reply(
@@ -103,7 +107,7 @@ class Template:
         """What follows the policy's turn: its end, the environment's `messages`, and the next turn's opening.
 
         `start`: the conversation's first messages. Checked as a prompt is: what stands elsewhere is not read. `ours`:
-        keys of messages that jetrl has added, and that a template need not write.
+        keys of messages that jetrl has added, and that a template need not write, such as `tool_calls[].id`.
         """
         talk, place, mark = _with_turn(start, messages)
         behind = self._behind(self.render(talk, problem_id), mark, problem_id)
@@ -317,7 +321,7 @@ class Template:
                 f"{' nor '.join(dict.fromkeys(map(_general, unread)))}. Write it as the message's content, {_CURE}."
             )
         for path in unread:
-            if path[0] in ours:
+            if path[0] in ours or _general(path) in ours:
                 continue
             name, value = _general(path), shorten(json.dumps(at_path(message, path), ensure_ascii=False), 60)
             tell(self.tokenizer, f"{where}: {self.source} does not write {name} of this message of role {role!r}, such "

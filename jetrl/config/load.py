@@ -140,23 +140,34 @@ def switched_off(key: str, value: Any) -> set[str]:
     }
 
 
+HOPPER = (9, 0)  # compute capability of the GPUs for which `kernels = "auto"` means hopper; elsewhere it means triton
+
+
 def device_of(config: Config, *, cuda_available: bool) -> str:
     """The device of a run: "auto" is the GPU if there is one."""
     return ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
 
 
-def resolve(config: Config, *, cuda_available: bool) -> Config:
-    """Fills in what depends on the machine (`device`, `kernels`, engine sizes); refuses what it cannot do."""
+def resolve(
+    config: Config, *, cuda_available: bool, capability: tuple[int, int] | None = None
+) -> Config:
+    """Fills in what depends on the machine (`device`, `kernels`, engine sizes); refuses what it cannot do.
+
+    `capability`: the compute capability of its GPU; None, where nobody knows one, stands for Hopper's.
+    """
     device = device_of(config, cuda_available=cuda_available)
-    kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
+    on_gpu = "hopper" if capability in (None, HOPPER) else "triton"
+    kernels = (on_gpu if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
     if device == "cuda" and not cuda_available:
         raise UserError(
             'device = "cuda", but torch sees no GPU. On a machine with one, install a torch with CUDA (the extra '
-            'hopper) or fix the driver; `jetrl doctor` says which. To check a recipe elsewhere: --dry-run device=cpu.'
+            'hopper or gpu) or fix the driver; `jetrl doctor` says which. To check a recipe elsewhere: --dry-run '
+            'device=cpu.'
         )
     if (kernels == "reference") != (device == "cpu"):
         pair = f'kernels = "{kernels}" with device = "{device}"'
-        raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
+        where = "hopper and triton run on a GPU (cuda), reference on a CPU (cpu)"
+        raise UserError(f'{pair}: {where}; set kernels = "auto"')
     page_size, tokens = (128, 8192) if device == "cuda" else (16, 2048)
     sizes = {"page_size": page_size, "max_tokens_per_step": tokens}
     sizes = {key: value for key, value in sizes.items() if getattr(config.rollout, key) is None}

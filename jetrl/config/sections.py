@@ -34,6 +34,7 @@ from jetrl.config.train import TrainConfig
 from jetrl.config.vllm import VLLMConfig, vllm_problems
 
 WARM_START_ONLY = NoEffectWhile("sft.steps", (0,))
+RL_ONLY = NoEffectWhile("method", ("sft",))
 NAMED_RUNS_ONLY = NoEffectWhile("track.backends", ((), ("tensorboard",)))
 
 
@@ -141,18 +142,19 @@ class EvalConfig(Section):
         Elsewhere("TRL: eval_strategy do_eval", " (10 by default, 0: never)"),
     ] = Field(default=10, ge=0, description="Steps between evaluations. 0: never.")
     temperature: Annotated[
-        float, Elsewhere("verl: val_kwargs.temperature"), Elsewhere("verl: val_kwargs.do_sample", " (0: greedy)"),
+        float, RL_ONLY, Elsewhere("verl: val_kwargs.temperature"),
+        Elsewhere("verl: val_kwargs.do_sample", " (0: greedy)"),
         Elsewhere("verl: val_kwargs", ", eval.num_samples and eval.max_response_length"),
     ] = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
     num_samples: Annotated[
-        int, Elsewhere("slime: n_samples_per_eval_prompt; TRL: num_generations_eval; verl: val_kwargs.n"),
+        int, RL_ONLY, Elsewhere("slime: n_samples_per_eval_prompt; TRL: num_generations_eval; verl: val_kwargs.n"),
     ] = Field(default=1, ge=1, description="Completions per problem: the k of avg@k and pass@k.")
-    max_response_length: int | None = Field(
+    max_response_length: Annotated[int | None, RL_ONLY] = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
-    pass_reward: Annotated[float, NoBits()] = Field(
+    pass_reward: Annotated[float, RL_ONLY, NoBits()] = Field(
         default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if the rl.signal of one of its "
         "completions reaches this (minus 0.001, for rounding).")
-    num_samples_kept: Annotated[int, NoBits()] = Field(
+    num_samples_kept: Annotated[int, RL_ONLY, NoBits()] = Field(
         default=32, ge=0, description="How many completions of each evaluation to write to eval_samples.jsonl, spread "
         "evenly over the problems and always from the same ones. 0: none.")
 
@@ -187,7 +189,7 @@ class CheckpointConfig(Section):
         Elsewhere("verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load"),
     ] = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
-    replay_steps: Annotated[int, NoBits(), Since("0.3.0", 0)] = Field(
+    replay_steps: Annotated[int, RL_ONLY, NoBits(), Since("0.3.0", 0)] = Field(
         default=100, ge=0, description="Newest steps whose tokens, log-probs and digests are kept for `jetrl replay` "
         "and `jetrl bisect` (docs/REPLAY.md). 0: none.")
     allow_changed_data: bool = Field(
@@ -243,6 +245,9 @@ class Config(Section):
             "TRL: run_name; verl: experiment_name",
             " (of the run and its folder, for the tracker alone track.run_name)"),
     ] = Field(pattern=NAME, description="Name of the run and of its folder.")
+    method: Annotated[Literal["rl", "sft"], Kernels(), Since("0.3.0", "rl")] = Field(
+        default="rl", description="rl: the policy samples, and rewards or a teacher judge. sft: supervised fine-tuning "
+        "on given answers, a run of its own without sampling (docs/SFT.md).")
     seed: Annotated[int, WarmStart(), Elsewhere(same=("TRL", "verl"))] = Field(
         default=0, ge=0, description="Seed of data and sampling.")
     precision: Annotated[
@@ -258,8 +263,9 @@ class Config(Section):
         Literal["auto", "cpu", "cuda"], FirstWeights(), Elsewhere(same=("verl",)),
         Elsewhere("TRL: use_cpu no_cuda", ' = "cpu"'),
     ] = Field(default="auto", description="auto: the GPU if there is one.")
-    kernels: Annotated[Literal["auto", "reference", "hopper", "hopper_scaled_mm"], Kernels()] = Field(
-        default="auto", description="auto: reference on a CPU, hopper on a GPU. hopper_scaled_mm: torch's FP8 GEMMs.")
+    kernels: Annotated[Literal["auto", "reference", "hopper", "hopper_scaled_mm", "triton"], Kernels()] = Field(
+        default="auto", description="auto: reference on a CPU, hopper on a Hopper GPU, triton on others (sm_80 and "
+        "later). hopper_scaled_mm: torch's FP8 GEMMs.")
     output_dir: Annotated[
         str, MayChange(), Holds("place"), Elsewhere("verl: default_local_dir", same=("TRL",)),
     ] = Field(default="runs", min_length=1, description="Parent of the run folder.")
@@ -270,23 +276,43 @@ class Config(Section):
         default=QuantConfig(), description="FP8 details.")
     lora: LoraConfig = Field(default=LoraConfig(), description="Adapters.")
     task: Annotated[TaskConfig, WarmStart()] = Field(description="Problems and rewards.")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
-    vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",))] = Field(
+    rollout: Annotated[RolloutConfig, RL_ONLY] = Field(default=RolloutConfig(), description="Sampling.")
+    vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",)), RL_ONLY] = Field(
         default=VLLMConfig(), description="vLLM as the rollout's engine.")
-    environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
-    rl: RLConfig = Field(default=RLConfig(), description="Objective.")
-    teacher: TeacherConfig = Field(default=TeacherConfig(), description="Distillation.")
+    environment: Annotated[EnvironmentConfig, RL_ONLY] = Field(
+        default=EnvironmentConfig(), description="Conversations.")
+    rl: Annotated[RLConfig, RL_ONLY] = Field(default=RLConfig(), description="Objective.")
+    teacher: Annotated[TeacherConfig, RL_ONLY] = Field(default=TeacherConfig(), description="Distillation.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
-    sft: Annotated[SFTConfig, WarmStart()] = Field(default=SFTConfig(), description="Warm start.")
+    sft: Annotated[SFTConfig, WarmStart(), RL_ONLY] = Field(default=SFTConfig(), description="Warm start.")
     eval: Annotated[EvalConfig, MayChange()] = Field(default=EvalConfig(), description="Evaluation.")
     checkpoint: Annotated[CheckpointConfig, MayChange()] = Field(
         default=CheckpointConfig(), description="Saving and resuming.")
     track: Annotated[TrackConfig, MayChange()] = Field(default=TrackConfig(), description="Trackers.")
 
     @property
+    def supervised(self) -> bool:
+        """Whether this is a run on given answers, which samples nothing."""
+        return self.method == "sft"
+
+    @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its longest response."""
-        return self.task.max_prompt_length + self.rollout.max_response_length
+        """Tokens of the longest sequence: of a prompt with its response, or of a given conversation."""
+        return self.train.max_length if self.supervised else (
+            self.task.max_prompt_length + self.rollout.max_response_length
+        )
+
+    @property
+    def longest_in_words(self) -> str:
+        """The keys that make `longest`."""
+        return "train.max_length" if self.supervised else "task.max_prompt_length + rollout.max_response_length"
+
+    @property
+    def per_step(self) -> tuple[int, str]:
+        """How many rows of the data a step takes, and the key that says so."""
+        if self.supervised:
+            return self.train.batch_size, "train.batch_size"
+        return self.rollout.prompts_per_step, "rollout.prompts_per_step"
 
     @property
     def most_behind(self) -> int:
@@ -354,11 +380,11 @@ class Config(Section):
                 key, f"rollout.engine = {toml_literal(rollout.engine)} cannot suspend answers and let them go on with "
                 'other weights; set rollout.engine = "jetrl", or rollout.overcommit = 0', ("rollout.engine",),
             )
-        if self.environment.name is not None:
+        if self.environment.name == "command":
             yield Problem(
-                key, "carries single answers over; what an environment has in memory is in no checkpoint, so "
-                "conversations end in the step in which they began. Set rollout.overcommit = 0, or remove "
-                "environment.name", ("environment.name",),
+                key, 'a program of environment.name = "command" cannot be brought back to where a step is cut: what '
+                "it has done is out of our hands. Set rollout.overcommit = 0, or write the agent as a class with "
+                "reset and step", ("environment.name",),
             )
         if rollout.logprobs == "sampled" and rollout.truncates:
             yield Problem(
@@ -397,7 +423,7 @@ class Config(Section):
     def _size_problems(self) -> Iterator[Problem | str]:
         """Sizes that do not hold one prompt and one response."""
         rollout, longest = self.rollout, self.longest
-        sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
+        sizes = f"{self.longest_in_words} = {longest}"
         if self.rl.overlong_buffer_len > rollout.max_response_length:
             yield Problem(
                 "rl.overlong_buffer_len", f"must be at most rollout.max_response_length = "

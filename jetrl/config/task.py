@@ -9,13 +9,14 @@ from pydantic import Field, field_validator
 
 from jetrl import moved
 from jetrl.config.base import Problem, Section
-from jetrl.config.markers import Elsewhere, Holds, NoBits, NoEffectWhile, PartOf, WarmStart
+from jetrl.config.markers import Elsewhere, Holds, NoBits, NoEffectWhile, PartOf, Since, WarmStart
 
 MAX_DATA_GIB = 4.0  # default of task.max_data_gib
 # What jetrl itself passes to a chat template.
 TEMPLATE_ARGUMENTS = ("conversation", "chat_template", "add_generation_prompt", "tokenize", "messages")
 LONG = ("chain", "sorting", "tracking", "recurrence")  # tasks of jetrl/tasks/long.py
 DATA_ONLY = NoEffectWhile("task.name", ("addition", "gym", "environment", *LONG))
+RL_ONLY, SFT_ONLY = NoEffectWhile("method", ("sft",)), NoEffectWhile("method", ("rl",))
 
 
 class TaskConfig(Section):
@@ -79,8 +80,17 @@ class TaskConfig(Section):
         default=None, min_length=1, description="answer_column of the evaluation data. none: as in training.")
     eval_prompt_template: Annotated[str | None, DATA_ONLY] = Field(
         default=None, min_length=1, description="prompt_template of the evaluation data. none: as in training.")
+    messages_column: Annotated[str, DATA_ONLY, SFT_ONLY, WarmStart(reads=False), Since("0.3.0", "messages")] = Field(
+        default="messages", min_length=1, description="Column of whole conversations, for method = \"sft\". Rows "
+        "without it have a prompt and a solution or completion (docs/SFT.md).")
+    train_on: Annotated[
+        Literal["assistant", "last", "all"], SFT_ONLY, WarmStart(reads=False), Since("0.3.0", "assistant"),
+        Elsewhere("TRL: assistant_only_loss completion_only_loss"),
+    ] = Field(
+        default="assistant", description="Which tokens are learned with method = \"sft\". assistant: every turn of the "
+        "assistant, with the token that ends it. last: only its last turn. all: every token but the first.")
     reward: Annotated[
-        str | tuple[str, ...] | None, Holds("code"), WarmStart(reads=False),
+        str | tuple[str, ...] | None, RL_ONLY, Holds("code"), WarmStart(reads=False),
         Elsewhere("TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path"),
         Elsewhere(
             "verl: custom_reward_function.path custom_reward_function.name",
@@ -92,15 +102,16 @@ class TaskConfig(Section):
         default=None, min_length=1, description="Your reward, as module:function or path/to/file.py:function, or a "
         "list of several, which are added up (docs/REWARDS.md). none: the task's own.")
     reward_weights: Annotated[
-        tuple[float, ...] | None, NoEffectWhile("task.reward", (None,)), WarmStart(reads=False),
+        tuple[float, ...] | None, RL_ONLY, NoEffectWhile("task.reward", (None,)), WarmStart(reads=False),
         Elsewhere(same=("TRL",)),
     ] = Field(default=None, description="Weight of each function of task.reward. none: 1.")
     reward_calls: Annotated[
-        Literal["step", "group"], WarmStart(reads=False), Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
+        Literal["step", "group"], RL_ONLY, WarmStart(reads=False),
+        Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
     ] = Field(
         default="step", description="step: the reward is called after the rollout, with all completions. group: with "
         "those of a prompt as soon as they have ended, in a thread next to the rollout (docs/REWARDS.md).")
-    max_prompt_length: Annotated[int, Elsewhere("verl: prompt_length", same=("TRL", "verl"))] = Field(
+    max_prompt_length: Annotated[int, RL_ONLY, Elsewhere("verl: prompt_length", same=("TRL", "verl"))] = Field(
         default=512, ge=1, description="Longest prompt in tokens, chat template included.")
     overlong_prompts: Annotated[
         Literal["error", "drop"], DATA_ONLY, Elsewhere("verl: filter_overlong_prompts"),

@@ -23,6 +23,8 @@ from jetrl.config.markers import (
 )
 from jetrl.config.toml import toml_literal
 
+SFT_ONLY = NoEffectWhile("method", ("rl",))
+
 
 class TrainConfig(Section):
     """The optimizer (AdamW) and its schedule."""
@@ -38,6 +40,11 @@ class TrainConfig(Section):
     ] = Field(
         default=None, gt=0, le=1e6, description="Instead of train.steps, for task file: passes over the training rows. "
         "The run has ceil(epochs * rows / rollout.prompts_per_step) steps (docs/MODELS_AND_DATA.md).")
+    batch_size: Annotated[int, SFT_ONLY, Since("0.3.0", 32)] = Field(
+        default=32, ge=1, description="Rows of the data per step with method = \"sft\".")
+    max_length: Annotated[int, SFT_ONLY, Since("0.3.0", 2048)] = Field(
+        default=2048, ge=2, description="Longest conversation in tokens with method = \"sft\", chat template "
+        "included. Longer ones are refused or left out (task.overlong_prompts), never cut.")
     lr: Annotated[float, Elsewhere("TRL: learning_rate", same=("verl",))] = Field(
         default=1e-6, gt=0, le=1e30, description="Peak learning rate.")
     lr_schedule: Annotated[
@@ -70,7 +77,7 @@ class TrainConfig(Section):
             "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu",
             " (tokens, not sequences)"),
     ] = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
-    share_prompts: Annotated[bool, Kernels()] = Field(
+    share_prompts: Annotated[bool, NoEffectWhile("method", ("sft",)), Kernels()] = Field(
         default=False,
         description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
         "Log-probs keep their bits; gradients are those of the same loss, rounded elsewhere. Not in the warm start "
@@ -131,7 +138,7 @@ class TrainConfig(Section):
     router_z_loss_coef: Annotated[float, WarmStart()] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router "
         "logits)^2, also in the warm start; usually 1e-3. 0: off.")
-    compare_routing: bool = Field(
+    compare_routing: Annotated[bool, NoEffectWhile("method", ("sft",))] = Field(
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
 

@@ -14,7 +14,8 @@ import torch
 
 from jetrl.doctor import libraries
 from jetrl.doctor.finding import Finding, attempted, size
-from jetrl.kernels.support import CAPABILITY, EXTRA, cuda_toolkit
+from jetrl.kernels import tiles
+from jetrl.kernels.support import CAPABILITY, PORTABLE, PORTABLE_EXTRA, capability, cuda_toolkit, extra_for
 from jetrl.requirements import install
 
 SECTION = "GPU"
@@ -33,7 +34,8 @@ def examine() -> list[Finding]:
     if not available:
         return [_unusable(driver, " ".join(str(warning.message) for warning in said))]
     found = [Finding(SECTION, "driver", f"{driver or 'unknown'}, CUDA {torch.version.cuda} in torch"), *_devices()]
-    return [*found, *libraries.of_gpu(SECTION, EXTRA), _toolkit()]
+    found += libraries.of_gpu(SECTION, extra_for(capability()))
+    return [*found, _toolkit()] if capability() == CAPABILITY else found
 
 
 def driver_version() -> str | None:
@@ -54,7 +56,7 @@ def _cpu_build(driver: str | None) -> Finding:
     text = f"torch {torch.__version__} is built for CPUs"
     if driver is None:
         return Finding(SECTION, "GPU", f"none; {text}", "note")
-    cure = f"pip uninstall -y torch && {install(EXTRA)}  (from an index that serves CUDA builds)"
+    cure = f"pip uninstall -y torch && {install(PORTABLE_EXTRA)}  (from an index that serves CUDA builds)"
     return Finding(SECTION, "GPU", f"not used: there is a driver ({driver}), but {text}", "bad", cure)
 
 
@@ -82,13 +84,23 @@ def _devices() -> Iterator[Finding]:
             yield Finding(SECTION, what, f"{text}, {memory}", "bad", "end what holds the GPU (nvidia-smi lists it)")
             continue
         text += f", {size(memory[0])} free of {size(memory[1])}"
-        if (major, minor) != CAPABILITY:
-            text += f"; jetrl's GPU kernels need {CAPABILITY[0]}.{CAPABILITY[1]} (H100, H200)"
+        text += f"; {runs((major, minor))}"
+        if (major, minor) < tiles.LEAST:
             yield Finding(SECTION, what, text, "bad", 'set device = "cpu": "auto" takes the GPU and stops')
         elif memory[0] < _LITTLE:
             yield Finding(SECTION, what, text, "note", "nvidia-smi lists the programs that hold its memory")
         else:
             yield Finding(SECTION, what, text)
+
+
+def runs(found: tuple[int, int]) -> str:
+    """What a GPU of this compute capability can run, in words."""
+    if found < tiles.LEAST:
+        return f"jetrl's GPU kernels need {tiles.LEAST[0]}.{tiles.LEAST[1]} or more (A100, RTX 30, and later)"
+    kernels = "hopper" if found == CAPABILITY else PORTABLE
+    fp8 = "fp8, " if found >= tiles.FP8_FROM else ""
+    without = "" if fp8 else "; its tensor cores have no FP8"
+    return f'runs {fp8}w8a16 and bf16 with kernels = "{kernels}"{without}'
 
 
 def _toolkit() -> Finding:

@@ -20,7 +20,7 @@ _FOR = {
     "optim8": "the 8-bit optimizer", "smollm2": "jetrl fetch smollm2", "track": "TensorBoard",
     "vllm": 'rollout.engine = "vllm"',
 }
-_NOT_SHOWN = ("hopper", "dev")  # shown with the GPU; for work on jetrl itself
+_NOT_SHOWN = ("gpu", "hopper", "dev")  # shown with the GPU; for work on jetrl itself
 
 
 def needed() -> list[Finding]:

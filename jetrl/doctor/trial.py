@@ -9,10 +9,12 @@ import torch
 
 from jetrl.api import load_for_parity
 from jetrl.doctor.finding import attempted
+from jetrl.kernels.support import capability
+from jetrl.kernels.tiles import FP8_FROM
 from jetrl.parity.certificate import Certificate, Workload, certify
 from jetrl.parity.rows import page_size_of
 
-PRECISION = "fp8"
+PRECISION, WITHOUT_FP8 = "fp8", "w8a16"  # the second where tensor cores have no FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ def trial(asked: str) -> Trial:
 
 
 def _certificate(asked: str) -> Certificate:
-    model, name, _ = load_for_parity("", PRECISION, asked)
+    found = capability() if asked == "auto" else None
+    precision = PRECISION if found is None or found >= FP8_FROM else WITHOUT_FP8
+    model, name, _ = load_for_parity("", precision, asked)
     work = Workload(num_sequences=3, max_prompt=16, new_tokens=8, page_size=page_size_of(model))
     return certify(model, work, name, lambda text: None)

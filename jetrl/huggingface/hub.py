@@ -27,6 +27,7 @@ _MOST_HEADER = 100_000_001  # bytes; safetensors itself refuses more
 _ELSEWHERE = ("*/*", "consolidated*")  # other formats of the same weights
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_ADAPTERS = "adapter_config.json"  # of PEFT
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PUBLISHERS = {"qwen": "Qwen", "llama-": "meta-llama", "meta-llama-": "meta-llama", "smollm": "HuggingFaceTB"}
 _URL = re.compile(r"(?:https?://(?:huggingface\.co|hf\.co)/|hf://)(?:models/|datasets/)?([\w.-]+/[\w.-]+)")
@@ -353,6 +354,11 @@ def _lacking(name: str, found: Snapshot, lacking: list[str]) -> str:
     if found.files is None:
         where = f"{name}: the download in {found.folder} is not complete"
         return f"{where}: {some(lacking)} is missing. Run again with network access, or `hf download {name}`."
+    if lacking == ["config.json"] and _ADAPTERS in found.files:
+        return (
+            f"{name} holds adapters (LoRA), not a model, and these are read from a folder: "
+            f"`hf download {name} --local-dir adapters`, then give that folder. Their base may be a name on the hub."
+        )
     if lacking == ["config.json"]:
         return f"{name} has no config.json on the hub, so it is not a transformers model. It has {_list(found.files)}."
     if any(file in found.files for file in lacking):

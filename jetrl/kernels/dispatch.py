@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.kernels import tiles
 from jetrl.kernels.registry import Backend, load, tables
-from jetrl.kernels.support import require
+from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, require
 
+<<<<<<< HEAD
 LATENT = ("reference",)  # backends with latent attention that users may take: hopper's kernels have not run on a GPU
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
 _serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
+=======
+DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
+_serving = {"cpu": "reference", "cuda": "auto"}  # by type of device; `select` changes it
+>>>>>>> h/int
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
 
 
@@ -39,14 +45,38 @@ def load_backend(name: str) -> Backend:
 @cache
 def require_experts(name: str) -> Backend:
     """The backend `name`, if it has kernels for mixtures of experts; UserError else."""
-    backend, ops = load_backend(name), [op.name for op in tables()["experts"]]
+    return _with_folder(
+        name, "experts", 'mixtures of experts: set kernels = "hopper" on a GPU or "reference" on a CPU, or use a dense '
+        "model"
+    )
+
+
+@cache
+def require_delta(name: str) -> Backend:
+    """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
+    return _with_folder(
+        name, "delta", 'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
+        "as Qwen3"
+    )
+
+
+def _with_folder(name: str, folder: str, what: str) -> Backend:
+    """The backend `name`, if it has all ops of a folder; UserError if it has none."""
+    backend, ops = load_backend(name), [op.name for op in tables()[folder]]
     if missing := [op for op in ops if not hasattr(backend, op)]:
         assert len(missing) == len(ops), f"backend {name} lacks {missing}"
-        raise UserError(
-            f'kernels = "{name}" cannot compute mixtures of experts: set kernels = "hopper" on a GPU or "reference" '
-            "on a CPU, or use a dense model."
-        )
+        raise UserError(f'kernels = "{name}" cannot compute {what}.')
     return backend
+
+
+def definition(name: str) -> str:
+    """What the bits of a backend depend on besides its inputs, as text; empty for those that define none.
+
+    The portable kernels have one order of sums for each kind of GPU: the flow's digest covers it, so that a run that
+    moves to another kind says so.
+    """
+    found = capability() if name == PORTABLE else None
+    return "" if found is None else tiles.definition(found)
 
 
 @cache
@@ -91,8 +121,15 @@ def experts_backend_of(x: Tensor) -> Backend:
     return require_experts(_name_for(x.device))
 
 
+def delta_backend_of(x: Tensor) -> Backend:
+    """The same, for the ops of Gated DeltaNet."""
+    return _instead.get(x.device.type) or require_delta(_name_for(x.device))
+
+
 def _name_for(device: torch.device) -> str:
     name = _serving.get(device.type)
     if name is None:
         raise ValueError(f"no kernels for device {device}; supported: {', '.join(_serving)}")
+    if name == "auto":  # nothing was selected: what `kernels = "auto"` takes
+        _serving[device.type] = name = "hopper" if capability() in (None, CAPABILITY) else PORTABLE
     return name

@@ -1,8 +1,10 @@
-"""Programmatic dependent launch: a kernel starts while the one before it ends, and waits only before it reads.
+"""Programmatic dependent launch, and what else kernels must know of the GPU that they are compiled for.
 
-A decode step has about ten short kernels per layer; between two of them the device would idle for 1 us. A kernel
-launched with `**LAUNCH` calls `begin` first: it waits until all earlier work is done and visible, then lets the next
-kernel set itself up. DeepGEMM's kernels do the same (`set_pdl`). Without the launch attribute `begin` does nothing.
+With dependent launch a kernel starts while the one before it ends, and waits only before it reads. A decode step has
+about ten short kernels per layer; between two of them the device would idle for 1 us. A kernel launched with `**LAUNCH`
+calls `begin` first: it waits until all earlier work is done and visible, then lets the next kernel set itself up.
+DeepGEMM's kernels do the same (`set_pdl`). Without the launch attribute `begin` does nothing. GPUs before Hopper have
+none.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,11 +14,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from jetrl.kernels.tiles import kind_of
+
 ON_GPU = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # else no inline assembly
-LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if ON_GPU.value else {"PDL": False}
+# of the GPU that this process has; without one that of Hopper, for which kernels may be compiled all the same
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+DEPENDENT = ON_GPU.value and CAPABILITY >= (9, 0)
+OLD_MMA = tl.constexpr(ON_GPU.value and kind_of(CAPABILITY) == "mma")  # operands of products wait in registers
+E4M3 = tl.constexpr(CAPABILITY >= (8, 9))  # whether instructions convert to E4M3 and multiply its codes
+LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if DEPENDENT else {"PDL": False}
 
 
 @triton.jit

@@ -219,11 +219,6 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(torch.float32) + y.to(torch.float32)).to(x.dtype)
 
 
-def add_scaled(x: Tensor, y: Tensor, scale: float, out: Tensor) -> Tensor:
-    """`x + scale * y` with `y` in FP32, what an adapter adds: an FP32 product, an FP32 sum, rounded into `out`."""
-    return out.copy_((y * scale).add_(x))
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate-half RoPE: `(x1*cos - x2*sin, x2*cos + x1*sin)`, in FP32, rounded. `x` [T, N, H], `cos` [T, H/2]."""
     x1, x2 = x.to(torch.float32).chunk(2, -1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jetrl.kernels
 
-LIKE = {"hopper_scaled_mm": "hopper"}  # where a row names no module for the first, it has the second's
+LIKE = {"hopper_scaled_mm": "hopper", "triton": "hopper"}  # where a row names none for the first: the second's
 
 
 class Op:

@@ -1,4 +1,4 @@
-"""What the Hopper backends need of a machine. Looked at before one is imported, and by `jetrl doctor`.
+"""What the backends of a GPU need of a machine. Looked at before one is imported, and by `jetrl doctor`.
 
 Nothing here is imported from the packages that are checked, so a wrong version of one ends in a message, not in
 whatever its import happens to fail with.
@@ -15,39 +15,84 @@ from pathlib import Path
 import torch
 
 from jetrl.errors import UserError
+from jetrl.kernels import tiles
 from jetrl.requirements import install, packages, reinstall
 
 BACKENDS = ("hopper", "hopper_scaled_mm")  # of `dispatch.BACKENDS`, those that need all this
 CAPABILITY = (9, 0)  # Hopper
 EXTRA = "hopper"  # of pyproject.toml: their packages, in exact versions
+PORTABLE, PORTABLE_EXTRA = "triton", "gpu"  # the backend for other GPUs, and its packages
 
 
-def refusals() -> tuple[str, ...]:
-    """Why the Hopper backends cannot run on this machine, each with what to do; empty where they can."""
-    return tuple(reason for reason in (_gpu(), _packages(), _toolkit()) if reason)
+def capability() -> tuple[int, int] | None:
+    """The compute capability of the GPU that this process uses; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def extra_for(found: tuple[int, int] | None) -> str:
+    """The extra with the kernels that `kernels = "auto"` takes on such a GPU."""
+    return EXTRA if found in (None, CAPABILITY) else PORTABLE_EXTRA
+
+
+def refusals(backend: str = "hopper") -> tuple[str, ...]:
+    """Why a backend of GPUs cannot run on this machine, each with what to do; empty where it can."""
+    portable = backend == PORTABLE
+    reasons = (_any_gpu(), _packages(PORTABLE_EXTRA)) if portable else (_gpu(), _packages(EXTRA), _toolkit())
+    return tuple(reason for reason in reasons if reason)
 
 
 def require(backend: str) -> None:
     """Raise one UserError with all of `refusals` if there are any and the backend needs what is missing."""
-    reasons = refusals() if backend in BACKENDS else ()
+    reasons = refusals(backend) if backend in (*BACKENDS, PORTABLE) else ()
     if reasons:
-        raise UserError("the hopper kernels cannot run here: " + " ".join(reasons))
+        kernels = PORTABLE if backend == PORTABLE else "hopper"
+        raise UserError(f"the {kernels} kernels cannot run here: " + " ".join(reasons))
+
+
+def require_precision(backend: str, precision: str) -> None:
+    """UserError where the GPU's tensor cores do not multiply the codes of a precision."""
+    found = capability()
+    if backend != PORTABLE or precision not in ("fp8", "fp8_rollout") or found is None or found >= tiles.FP8_FROM:
+        return
+    raise UserError(
+        f'precision = "{precision}" multiplies E4M3 in tensor cores, which begin with compute capability '
+        f"{_dotted(tiles.FP8_FROM)} (RTX 40, L4, L40S), and {torch.cuda.get_device_name()} has {_dotted(found)}. Set "
+        'precision = "w8a16": the same FP8 weights, with BF16 activations on both sides. Or "bf16".'
+    )
+
+
+def _dotted(found: tuple[int, int]) -> str:
+    return ".".join(map(str, found))
+
+
+def _no_gpu() -> str | None:
+    return None if torch.cuda.is_available() else 'torch sees no GPU: set device = "cpu", or fix the driver.'
 
 
 def _gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return 'torch sees no GPU: set device = "cpu", or fix the driver.'
+    if reason := _no_gpu():
+        return reason
     found = torch.cuda.get_device_capability()
     if found == CAPABILITY:
         return None
-    name, (major, minor) = torch.cuda.get_device_name(), CAPABILITY
-    needed = f"they need compute capability {major}.{minor} (H100, H200)"
-    return f'{needed}, and {name} has {found[0]}.{found[1]}: set device = "cpu".'
+    needed = f"they need compute capability {_dotted(CAPABILITY)} (H100, H200)"
+    other = f'kernels = "{PORTABLE}", or "auto"' if found >= tiles.LEAST else 'device = "cpu"'
+    return f"{needed}, and {torch.cuda.get_device_name()} has {_dotted(found)}: set {other}."
 
 
-def _packages() -> str | None:
-    wrong = [package for package in packages(EXTRA) if not package.fits]
-    return f"{', '.join(map(str, wrong))}. Run: {install(EXTRA)}" if wrong else None
+def _any_gpu() -> str | None:
+    if reason := _no_gpu():
+        return reason
+    found = torch.cuda.get_device_capability()
+    if found >= tiles.LEAST:
+        return None
+    needed = f"they need compute capability {_dotted(tiles.LEAST)} or more (A100, RTX 30, and later)"
+    return f'{needed}, and {torch.cuda.get_device_name()} has {_dotted(found)}: set device = "cpu".'
+
+
+def _packages(extra: str) -> str | None:
+    wrong = [package for package in packages(extra) if not package.fits]
+    return f"{', '.join(map(str, wrong))}. Run: {install(extra)}" if wrong else None
 
 
 def _toolkit() -> str | None:

@@ -1,6 +1,6 @@
 """The adapters of a linear, and what a model with adapters is without them. `precision/lora.py` has the formulas.
 
-Both passes run GEMMs that exist, so a row's bits do not depend on the other rows. Gradients, with dy in BF16:
+The forward pass is `kernels/adapters/`. Gradients, with dy in BF16, by GEMMs that exist:
 
     du = rounded(s * (dy B))       dx = rounded(du A), which autograd adds to the base's      dA = du.T x
     dB = s * (dy.T u)              sums of both are in FP32, and are added to the masters' gradients in place
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from jetrl.kernels.adapters import ops
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
-from jetrl.kernels.pointwise.ops import add_scaled
 from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Published
 from jetrl.precision.lora import Lora, edges
@@ -62,51 +62,52 @@ class Adapter(nn.Module):
 
     def __init__(
         self, lora: Lora, in_features: int, sections: tuple[int, ...], chosen: tuple[int, ...],
-        master_dtype: torch.dtype | None, dtype: torch.dtype,
+        master_dtype: torch.dtype | None, dtype: torch.dtype, copies: int = 1,
     ) -> None:
         super().__init__()
         self.rank, self.scale = lora.rank, lora.scale
         of_base = edges(sections)
         rows = tuple(sections[i] for i in chosen)
-        self.places = [(of_base[i], own) for i, own in zip(chosen, edges(rows), strict=True)]  # in y, in b
-        self.a = Published((len(chosen) * lora.rank, in_features), master_dtype, dtype)
-        self.b = Published((sum(rows), lora.rank), master_dtype, dtype)
+        self.places = tuple((of_base[i], own) for i, own in zip(chosen, edges(rows), strict=True))  # in y, in b
+        self.a = Published((copies * len(chosen) * lora.rank, in_features), master_dtype, dtype)
+        self.b = Published((copies * sum(rows), lora.rank), master_dtype, dtype)
 
     def extra_repr(self) -> str:
         return f"rank {self.rank}, scale {self.scale:g}"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The base's output `y` [T, N] of `x` [T, K] with the adapters', with gradients where they are on."""
+        """The base's output `y` [T, N] of `x` [T, K] with the adapters', with gradients where they are on; where they
+        are off it takes the place of `y`."""
         if torch.is_grad_enabled():
             return _Adapted.apply(x, y, self.a.weight, self.b.weight, self)
-        return self.expand(y, self.shrink(x))
+        return self.finish(y, self.begin(x))
+
+    def begin(self, x: Tensor, pow2: bool | None = None) -> ops.Begun:
+        """What `finish` needs of x, without gradients, and the codes that the base reads (`pow2`: of its scales)."""
+        return ops.begin(x, self.a.published, pow2)
+
+    def finish(self, y: Tensor, begun: ops.Begun) -> Tensor:
+        """The base's output `y` with the adapters', in its place."""
+        return ops.finish(y, begun, self.b.published, self.scale, self.places)
 
     def shrink(self, x: Tensor) -> Tensor:
         """A x [T, P r], rounded."""
-        return gemm.bf16_gemm(x, gemm.prepare_bf16(self.a.published), x.dtype)
+        return ops.shrink(x, self.a.published)
 
     def expand(self, y: Tensor, u: Tensor) -> Tensor:
-        """`y` with s * B u added to the sections of the projections, rounded once."""
+        """`y` with s * B u added to the sections of the projections, rounded once; a new tensor."""
         whole = sum(stop - start for (start, stop), _ in self.places) == y.shape[1]
         out = torch.empty_like(y) if whole else y.clone()
-        for i, ((start, stop), (first, last)) in enumerate(self.places):
-            own = u[:, i * self.rank : (i + 1) * self.rank].contiguous()
-            t = gemm.bf16_gemm(own, gemm.prepare_bf16(self.b.published[first:last]), torch.float32)
-            add_scaled(y[:, start:stop], t, self.scale, out[:, start:stop])
-        return out
+        return ops.expand(y, u, self.b.published, self.scale, self.places, out)
 
     def backward_of_expand(self, dy: Tensor) -> Tensor:
         """du [T, P r] of `dy` [T, N]: the FP32 sums over rows of B, times s, rounded once."""
-        parts = []
-        for (start, stop), (first, last) in self.places:
-            turned = gemm.prepare_bf16(self.b.published[first:last].T.contiguous())
-            parts.append(gemm.bf16_gemm(dy[:, start:stop].contiguous(), turned, torch.float32) * self.scale)
-        return torch.cat(parts, 1).to(dy.dtype)
+        return ops.expand_backward(dy, self.b.published, self.scale, self.places)
 
     def expand_gradient(self, dy: Tensor, u: Tensor) -> Tensor:
         """dB in FP32."""
         parts = [
-            gemm.bf16_wgrad(dy[:, start:stop].contiguous(), u[:, i * self.rank : (i + 1) * self.rank].contiguous())
+            gemm.bf16_wgrad(dy[:, start:stop], u[:, i * self.rank : (i + 1) * self.rank])
             for i, ((start, stop), _) in enumerate(self.places)
         ]
         return torch.cat(parts) * self.scale

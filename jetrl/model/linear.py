@@ -291,18 +291,23 @@ class FlowLinear(HoldsMasters):
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
         """`forward` without a gradient; where `reads_codes`, the kernel before may have quantized `x`."""
         recipe = self.recipes[side]
-        if recipe is not None:
-            x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)
-            y = gemm.fp8_gemm(x_q, self.fp8_operand(), self.dtype)
+        pow2 = None if recipe is None else recipe.fprop.left.pow2
+        begun = None
+        if self.lora is not None:
+            assert isinstance(x, Tensor), "adapters read the BF16 input, never its codes"
+            begun = self.lora.begin(x, pow2)
+        if pow2 is not None:
+            codes = x if isinstance(x, QTensor) else begun.codes if begun is not None else quantize_act(x, pow2)
+            assert codes is not None
+            y = gemm.fp8_gemm(codes, self.fp8_operand(), self.dtype)
         else:
             assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
             if self.weight_only and self.quantized is not None:
                 y = gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
             else:
                 y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
-        if self.lora is not None:
-            assert isinstance(x, Tensor), "adapters read the BF16 input, never its codes"
-            y = self.lora(x, y)
+        if self.lora is not None and begun is not None:
+            y = self.lora.finish(y, begun)
         if self.published_bias is not None:
             y = add(y, self.published_bias)
         return y

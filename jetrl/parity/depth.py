@@ -23,6 +23,7 @@ from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
+from jetrl.kernels.dispatch import definition
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published
 from jetrl.parity.model_under_test import Subject
@@ -116,7 +117,8 @@ def depths_of(
     """`jetrl parity --depth`: of jetrl's engine and, with `beside = "vllm"`, of vLLM next to it. UserError where vLLM
     is not there or does not take the model."""
     work.check(subject.spec.max_position)
-    digest, config = flow_digest(subject.spec, subject.recipe), subject.config
+    config = subject.config
+    digest = flow_digest(subject.spec, subject.recipe, definition(config.kernels))
     if beside:
         config = _with_vllm(subject, work, beside)
         require_engine(config, subject.spec, subject.recipe)

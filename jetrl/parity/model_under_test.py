@@ -21,6 +21,7 @@ from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import RECORD, is_adapters, read_adapters
 from jetrl.kernels.dispatch import select
+from jetrl.kernels.support import capability, require_precision
 from jetrl.model.adapter import draw_adapters
 from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.names import adapted_projections
@@ -91,11 +92,12 @@ def subject_of(
     layers `random:SHAPE:LAYERS`; none: the quickstart's). What must be downloaded is on the disk then.
 
     Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a BF16 cache.
-    `overrides` are settings of [lora]: adapters, drawn at random, beside the model's linears.
+    `overrides` are `kernels`, and settings of [lora]: adapters, drawn at random, beside the model's linears.
     """
-    if model.startswith("lora.") and "=" in model:
+    if model.startswith(("lora.", "kernels=")) and "=" in model:
         model, overrides = "", (model, *overrides)
-    lora = _adapters(overrides)
+    said = _settings(overrides)
+    lora = {"lora": said["lora"]} if "lora" in said else {}
     if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
         raise UserError(f"revision {revision} (--revision) is for a model of the hub, such as Qwen/Qwen3-0.6B.")
     formats = _chosen(None, "", precision, kv_cache)[1]
@@ -105,14 +107,14 @@ def subject_of(
             raise UserError(
                 f"{model}: {layers!r} is not a number of layers. Write random:SHAPE or random:SHAPE:LAYERS."
             )
-        config, spec = _random_shape(shape, precision, device, kv_cache, int(layers or 0), lora)
+        config, spec = _random_shape(shape, precision, device, kv_cache, int(layers or 0), said)
         return _subject(config, spec, model, formats, random=True)
     if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
         given = (("device", device), ("precision", precision), ("quant.kv_cache", kv_cache))
         config = load_config(find_recipe(model), [*(f"{key}={value}" for key, value in given if value), *overrides])
-        config = resolve(config, cuda_available=torch.cuda.is_available())
-        said = trained.Trained(config.precision, {"kv_cache": config.quant.kv_cache})
-        formats = _chosen(said, model, precision, kv_cache)[1]
+        config = resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
+        in_it = trained.Trained(config.precision, {"kv_cache": config.quant.kv_cache})
+        formats = _chosen(in_it, model, precision, kv_cache)[1]
     elif model:
         folder = model_folder(model, revision)
         run = run_of(Path(model)) if hub.on_disk(model) is not None else None
@@ -121,8 +123,9 @@ def subject_of(
         if (sampler := rollout.get("engine", "jetrl")) != "jetrl":
             formats += f". The run sampled with {sampler}; this certificate is of jetrl's own engine"
         if lora and "lora" in data:
-            raise UserError(f"{overrides[0]}: {folder} has adapters of its own. Leave the setting out.")
-        config = config_for(data | {"model": {"path": str(folder)}} | lora, device)
+            first = next(one for one in overrides if one.startswith("lora."))
+            raise UserError(f"{first}: {folder} has adapters of its own. Leave the setting out.")
+        config = config_for(data | {"model": {"path": str(folder)}} | said, device)
     else:
         arch: dict[str, Any] = {
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
@@ -131,7 +134,7 @@ def subject_of(
         }
         data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
         data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _chosen(None, "", precision, kv_cache)[0]
-        data |= lora
+        data |= said
         config = config_for(data, device)
     _, spec, _ = load_spec(config)
     model_source(config, weights=True)
@@ -141,6 +144,7 @@ def subject_of(
 def _subject(config: Config, spec: ModelSpec, name: str, formats: str, random: bool) -> Subject:
     recipe = recipe_of(config, spec)
     check_lora(config, spec)
+    require_precision(config.kernels, config.precision)
     draws = recipe.lora is not None and adapters_in(config) is None
     if recipe.lora is not None:
         beside = ", ".join(adapted_projections(spec, recipe.lora))
@@ -148,15 +152,16 @@ def _subject(config: Config, spec: ModelSpec, name: str, formats: str, random: b
     return Subject(config, spec, recipe, name, formats, random, draws)
 
 
-def _adapters(overrides: Sequence[str]) -> dict[str, Any]:
-    """The table [lora] that overrides make, as part of a config's; empty without any."""
+def _settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """`kernels` and the table [lora] that overrides make, as part of a config's; empty without any."""
     said = dict(map(split_override, overrides))
-    if wrong := [key for key in said if not key.startswith("lora.")]:
+    if wrong := [key for key in said if key != "kernels" and not key.startswith("lora.")]:
         raise UserError(
-            f"{wrong[0]}: a certificate takes settings of [lora] alone, such as lora.rank=8. Give precision and cache "
-            "by --precision and --kv-cache."
+            f"{wrong[0]}: a certificate takes settings of [lora], such as lora.rank=8, and kernels=triton. Give "
+            "precision and cache by --precision and --kv-cache."
         )
-    return {"lora": {key.removeprefix("lora."): value for key, value in said.items()}} if said else {}
+    lora = {key.removeprefix("lora."): value for key, value in said.items() if key != "kernels"}
+    return ({"lora": lora} if lora else {}) | {key: value for key, value in said.items() if key == "kernels"}
 
 
 @contextmanager
@@ -173,26 +178,26 @@ def told_if_not_finite(name: object) -> Iterator[None]:
 
 def random_model(
     shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = "", masters: bool = True,
-    master_dtype: torch.dtype = torch.bfloat16,
+    master_dtype: torch.dtype = torch.bfloat16, kernels: str = "auto",
 ) -> Transformer:
     """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
 
     `layers`: this many instead of the shape's own. Without `masters`, only the published weights are held; else masters
     are of `master_dtype`.
     """
-    config, spec = _random_shape(shape, precision, device, kv_cache, layers)
+    config, spec = _random_shape(shape, precision, device, kv_cache, layers, {"kernels": kernels})
     model = _drawn(config, spec, recipe_of(config, spec), master_dtype if masters else None)
     return model.publish() if masters else model
 
 
 def _random_shape(
     shape: str, precision: str, device: str, kv_cache: str, layers: int | None = None,
-    lora: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[Config, ModelSpec]:
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
     model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
-    config = config_for(model_table | _chosen(None, "", precision, kv_cache)[0] | dict(lora or {}), device)
+    config = config_for(model_table | _chosen(None, "", precision, kv_cache)[0] | dict(more or {}), device)
     return config, replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
 
 
@@ -238,7 +243,8 @@ def config_for(data: dict[str, Any], device: str) -> Config:
     from jetrl.config import parse_config
 
     base = {"name": "api", "device": device, "task": {"name": "addition"}}
-    return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
+    config = parse_config(base | data, source="these options")
+    return resolve(config, cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 def as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) -> tuple[dict[str, Any], str]:

@@ -140,10 +140,11 @@ def require_unified(spec: ModelSpec, recipe: Recipe) -> None:
     )
 
 
-def flow_digest(spec: ModelSpec, recipe: Recipe) -> str:
+def flow_digest(spec: ModelSpec, recipe: Recipe, kernels: str = "") -> str:
     """The name of a precision flow, 16 hex digits: weights and completions carry it, and a batch must match it.
 
     Covers the rollout and the training forward, so that the mixed flow is never mistaken for the unified one.
+    `kernels`: what the bits of the kernels depend on besides the flow (`kernels.dispatch.definition`); empty for most.
     """
-    digests = [build_flow(spec, recipe, view).digest() for view in _COMPARED]
+    digests = [build_flow(spec, recipe, view).digest() for view in _COMPARED] + ([kernels] if kernels else [])
     return hashlib.sha256("+".join(digests).encode()).hexdigest()[:16]

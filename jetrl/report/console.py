@@ -33,6 +33,7 @@ from jetrl.report.text import (
     counted,
     duration,
     failures_of,
+    held_out_loss_of,
     notes,
     number,
     parity_note,
@@ -218,6 +219,8 @@ class Display:
         accuracy = accuracy_of(metrics)
         if accuracy is not None:
             parts.append(f"held-out {accuracy:.3f}{unscored_of(metrics)}")
+        elif (loss := held_out_loss_of(metrics)) is not None:
+            parts.append(f"held-out loss {loss:.4f}")
         if "response_length/mean" in metrics:
             parts.append(f"length {metrics['response_length/mean']:.1f}")
         if "parity/logprob_abs_diff_max" in metrics:
@@ -283,6 +286,8 @@ class Display:
         reward = Text.assemble(number(metrics.get(first), digits), "  ", (spark, "cyan"))
         accuracy = accuracy_of(metrics)
         held_out = Text(number(accuracy, 3), style="bold" if accuracy is not None else "")
+        if accuracy is None and (loss := held_out_loss_of(metrics)) is not None:
+            held_out = Text(f"{loss:.4f} (loss)", style="bold")
         if accuracy is not None and accuracy != self._first_accuracy:
             held_out.append(f"  (was {self._first_accuracy:.3f})", style="dim")
         held_out.append(unscored_of(self._evaluated), style="yellow")
@@ -335,9 +340,10 @@ def summary(
     constant: Sequence[str] = (),
     next_commands: Sequence[tuple[str, str]] = (),
     console: Console | None = None,
+    losses: Sequence[float] = (),
 ) -> None:
     """Print the outcome of the run, with the rewards that never moved (`constant`), and what to do next:
-    `next_commands` holds pairs (what it does, command).
+    `next_commands` holds pairs (what it does, command). `losses`: on held-out answers, by evaluation.
     """
     console = console or Output()
     table = Table.grid(padding=(0, 2))
@@ -346,6 +352,9 @@ def summary(
     if accuracy_after is not None:
         before = "" if accuracy_before is None else f"{accuracy_before:.3f} -> "
         table.add_row(f"held-out {held_out}", Text(f"{before}{accuracy_after:.3f}", style="bold"))
+    if losses:
+        before = f"{losses[0]:.4f} -> " if len(losses) > 1 else ""
+        table.add_row("held-out loss", Text(f"{before}{losses[-1]:.4f}", style="bold"))
     if parity_max is not None:
         exact = parity_max == 0.0
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"

@@ -94,6 +94,10 @@ GROUPS = (
                "At least avg@K, if rewards are 0 or 1."),
         Metric("eval/TASK/FUNCTION/avg@K", "Held-out score of one function", "reward",
                "With several reward functions: the mean of one on held-out problems, without its weight."),
+        Metric("eval/TASK/loss", "Held-out loss", "nats",
+               'With `method = "sft"`: mean negative log-prob of the learned tokens of held-out answers.',
+               "Falls with `sft/loss`. If it rises while that one falls, the model learns the data by heart: stop "
+               "there."),
         Metric("eval/TASK/num_unscored", "Held-out completions without a score", "completions",
                "Completions that no reward function scored. They are left out of the score. Logged if there are any.",
                "Absent."),
@@ -126,6 +130,15 @@ GROUPS = (
                "Above 0. A policy that stops calling its tools has found a reward without them."),
         Metric("tools/frac_failed_calls", "Failed tool calls", "share",
                "Share of tool calls that failed: unknown tool, bad arguments, or an error of the tool.", "Falls."),
+    )),
+    Group("Supervised fine-tuning", 'Of runs with `method = "sft"`.', (
+        Metric("sft/loss", "Loss", "nats per token",
+               "Mean negative log-prob of the learned tokens of the step, before its update.",
+               "Falls, fast at first. See `eval/TASK/loss` for answers that are not learned."),
+        Metric("sft/num_tokens", "Tokens", "tokens", "Tokens of the step's conversations."),
+        Metric("sft/num_learned_tokens", "Learned tokens", "tokens",
+               "Those of them that are in the loss (`task.train_on`).",
+               "Above 0. `jetrl sft RECIPE --dry-run` shows which they are."),
     )),
     Group("Policy", "Means over the tokens in the loss, of all updates of the step.", (
         Metric("policy/loss", "Policy loss", "",
@@ -308,6 +321,7 @@ GROUPS = (
                "The largest part, with long answers."),
         Metric("time/reward", "Time of rewards", "seconds", "Scoring after the rollout.",
                'Small. Otherwise `task.reward_calls = "group"` scores during the rollout.'),
+        Metric("time/encode", "Time of encoding", "seconds", "Given answers made tokens, with `method = \"sft\"`."),
         Metric("time/pack", "Time of packing", "seconds", "Packing trajectories into micro-batches."),
         Metric("time/update", "Time of the update", "seconds",
                "Forward, backward and optimizer, and the passes of reference, old policy and critic."),
@@ -319,7 +333,8 @@ GROUPS = (
     )),
     Group("Performance", "Speed and memory. Row 0 has what belongs to the start.", (
         Metric("perf/tokens_per_s_per_gpu", "Tokens/s per GPU", "tokens per second",
-               "Tokens sampled per second of the rollout, per GPU (per process on a CPU)."),
+               "Tokens sampled per second of the rollout, per GPU (per process on a CPU). With `method = \"sft\"`: "
+               "tokens of the given answers per second of the update."),
         Metric("perf/frac_rows_saved", "Rows saved by sharing prompts", "share",
                "With `train.share_prompts`: share of the update's rows that sharing saves."),
         Metric("perf/reward_beside_s", "Scoring beside the rollout", "seconds",

@@ -11,6 +11,7 @@ from rich.console import Console
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
+_LOSS = re.compile(r"eval/[^/]+/loss")
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
 
 
@@ -32,6 +33,11 @@ def number(value: float | None, digits: int) -> str:
 def accuracy_of(metrics: Mapping[str, float]) -> float | None:
     """The first held-out accuracy (`eval/<set>/avg@k`) of a row."""
     return next((float(value) for key, value in metrics.items() if _ACCURACY.fullmatch(key)), None)
+
+
+def held_out_loss_of(metrics: Mapping[str, float]) -> float | None:
+    """The loss on held-out answers (`eval/<set>/loss`) of a row."""
+    return next((float(value) for key, value in metrics.items() if _LOSS.fullmatch(key)), None)
 
 
 def unscored_of(metrics: Mapping[str, float]) -> str:

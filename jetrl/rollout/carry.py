@@ -18,18 +18,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
 from jetrl.parallel.agreement import MISTAKES, agree
 from jetrl.parallel.world import ALONE, World
 from jetrl.rollout.requests import RolloutRequest, without_tokens
+from jetrl.rollout.talk import spans_of
 from jetrl.types import (
     Completion,
     EndReason,
     Engine,
+    FinishReason,
     Group,
     Prompt,
     Request,
@@ -45,20 +48,54 @@ _LOOKS = 8  # times that ranks tell each other how far they are, if the longest 
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation under way. `turn`: the policy's that has begun, whose request holds the tokens of all `segments`;
+    None: a reply of the environment is due, the first one being the prompt. `finish`: how the turn before it ended."""
+
+    id: int
+    segments: tuple[Segment, ...] = ()
+    turn: Unfinished | None = None
+    finish: FinishReason = "stop"
+    flow_digest: str = ""
+
+    @property
+    def spans(self) -> list[Spans]:
+        """Of each turn of the policy."""
+        begun = [] if self.turn is None else [self.turn.spans]
+        return [*(s.spans for s in self.segments if s.author == "policy"), *begun]
+
+
+Answer = Unfinished | Conversation
+
+
+@dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A group that has begun: of each answer what is there. Complete ones have trajectories alone."""
+    """A group that has begun: of each answer what is there. Complete ones have trajectories alone. `home`: the rank
+    that has their environments, if it is one."""
 
     prompt: Prompt
-    answers: tuple[Unfinished | Trajectory, ...]
+    answers: tuple[Answer | Trajectory, ...]
+    home: int | None = field(default=None, compare=False)
 
     @property
     def complete(self) -> bool:
         return all(isinstance(answer, Trajectory) for answer in self.answers)
 
     @property
+    def in_turns(self) -> bool:
+        """Whether its answers are conversations, whose problem is no prompt yet."""
+        return not self.prompt.tokens
+
+    @property
     def spans(self) -> list[Spans]:
-        """Of each answer."""
-        return [a.spans if isinstance(a, Unfinished) else a.segments[-1].spans for a in self.answers]
+        """Of each turn of each answer."""
+        found: list[Spans] = []
+        for a in self.answers:
+            found += (
+                [a.spans] if isinstance(a, Unfinished) else a.spans if isinstance(a, Conversation) else
+                [turn.spans for turn in a.turns]
+            )
+        return found
 
     @property
     def oldest(self) -> int | None:
@@ -66,11 +103,16 @@ class UnderWay:
         return min((spans[0][1] for spans in self.spans if spans), default=None)
 
     @property
-    def group(self) -> Group:
-        """The complete group."""
+    def ended(self) -> tuple[Trajectory, ...]:
+        """The trajectories of a complete group."""
         answers = tuple(a for a in self.answers if isinstance(a, Trajectory))
         assert len(answers) == len(self.answers), "an answer has not ended"
-        return Group(self.prompt, answers)
+        return answers
+
+    @property
+    def group(self) -> Group:
+        """The complete group."""
+        return Group(self.prompt, self.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +139,11 @@ def begin(prompts: Sequence[Prompt], asked: RolloutRequest) -> list[UnderWay]:
         ))
         for place, prompt in enumerate(prompts)
     ]
+
+
+def id_of(answer: Answer) -> int:
+    """What names its random stream."""
+    return answer.id if isinstance(answer, Conversation) else answer.request.id
 
 
 def chosen(
@@ -127,49 +174,66 @@ def roll_on(
     each of its steps. With several ranks, each has a part of the answers, and every rank returns all: a collective,
     called with the same groups. A mistake on one rank is raised on all.
     """
-    assert len(forced) <= wanted <= len(groups), "more groups must end than there are"
-    work = _Work(engine, groups, wanted, forced, on_step, world)
-    try:
-        return work.run()
-    except BaseException as error:
-        try:
-            engine.cancel(list(work.live))
-            engine.collect()
-        except Exception as second:  # a broken engine, or one that a signal interrupted: what came first counts
-            raise error from second
-        raise
+    return Work(engine, groups, wanted, forced, on_step, world).rolled_on()
 
 
-class _Work:
+class Work:
     """One `roll_on` call, on one rank. Answers have numbers: those of group 0, then those of group 1, ..."""
 
     def __init__(
         self, engine: Engine, groups: Sequence[UnderWay], wanted: int, forced: Collection[int],
         on_step: Callable[[StepReport], None] | None, world: World,
     ) -> None:
+        assert len(forced) <= wanted <= len(groups), "more groups must end than there are"
         self.engine, self.groups, self.wanted, self.forced = engine, groups, wanted, frozenset(forced)
         self.on_step, self.world = on_step, world
         self.of_group = [(place, i) for place, group in enumerate(groups) for i in range(len(group.answers))]
         self.begun = {n: a for n, (place, i) in enumerate(self.of_group)
-                      if isinstance(a := groups[place].answers[i], Unfinished)}
-        self.live = {self.begun[n].request.id: n for n in self.own_answers()}  # by request id: what still runs here
-        self.ended: dict[int, Completion] = {}  # of this rank, by number
-        self.apart: dict[int, Unfinished] = {}  # of this rank, far enough
+                      if not isinstance(a := groups[place].answers[i], Trajectory)}
+        self.shares = self.shared_out()
+        self.live = {id_of(self.begun[n]): n for n in self.shares[world.rank]}  # by request id: what still runs here
+        self.ended: dict[int, Any] = {}  # of this rank, by number: completions
+        self.apart: dict[int, Any] = {}  # of this rank, far enough: what is unfinished
         self.new: dict[int, int] = {}  # new tokens of the answers that have ended, on any rank
         self.finished = 0
 
-    def own_answers(self) -> list[int]:
-        """This rank's: whole groups, as a prompt is computed once on a rank, each for the rank that has the fewest
-        answers so far. Single answers where there are fewer groups than ranks."""
+    def shared_out(self) -> list[list[int]]:
+        """The answers of each rank: whole groups, as a prompt is computed once on a rank. A group goes to its home,
+        unless that has an equal part already, and any other to the rank that has the fewest answers so far. Single
+        answers where there are fewer groups than ranks."""
         by_group: dict[int, list[int]] = {}
         for n in self.begun:
             by_group.setdefault(self.of_group[n][0], []).append(n)
-        if len(by_group) < self.world.size:
-            return [*self.begun][self.world.rank :: self.world.size]
-        given: list[list[int]] = [[] for _ in range(self.world.size)]
-        for own in by_group.values():
+        size = self.world.size
+        if len(by_group) < size:
+            return [[*self.begun][rank::size] for rank in range(size)]
+        given: list[list[int]] = [[] for _ in range(size)]
+        homeless = []
+        for place, own in by_group.items():
+            home = self.groups[place].home
+            if home is None or home >= size or (len(given[home]) + len(own)) * size > len(self.begun):
+                homeless.append(own)
+            else:
+                given[home] += own
+        for own in homeless:
             min(given, key=len).extend(own)
-        return given[self.world.rank]
+        return given
+
+    def rolled_on(self) -> RolledOn:
+        """The result; after any error the engine is left without work."""
+        try:
+            return self.run()
+        except BaseException as error:
+            try:
+                self.abort()
+            except Exception as second:  # a broken engine, or one that a signal interrupted: what came first counts
+                raise error from second
+            raise
+
+    def abort(self) -> None:
+        """Leave nothing behind in the engine."""
+        self.engine.cancel(list(self.live))
+        self.engine.collect()
 
     def run(self) -> RolledOn:
         if self.world.alone:
@@ -180,7 +244,8 @@ class _Work:
         return self.result(*cut, ended, apart)
 
     def start(self) -> None:
-        self.add([self.begun[n] for n in self.live.values()])
+        """Add what this rank has to do to the engine."""
+        self.add([a for n in self.live.values() if isinstance(a := self.begun[n], Unfinished)])
 
     def add(self, unfinished: Sequence[Unfinished]) -> None:
         try:
@@ -215,11 +280,15 @@ class _Work:
         assert cut is not None, "all answers have ended, and too few groups are complete"
         return cut
 
-    def shared(self) -> tuple[tuple[int, list[int]], dict[int, Completion], dict[int, Unfinished]]:
+    @property
+    def most(self) -> int:
+        """No answer has more new tokens than this."""
+        return max((a.request.sampling.max_tokens for a in self.begun.values() if isinstance(a, Unfinished)), default=1)
+
+    def shared(self) -> tuple[tuple[int, list[int]], dict[int, Any], dict[int, Any]]:
         """The same by several ranks: each runs its answers up to a number of new tokens, then all tell which have
         ended, until that number is the horizon."""
-        most = max((a.request.sampling.max_tokens for a in self.begun.values()), default=1)
-        reach, cut = 0, self.cut()
+        most, reach, cut = self.most, 0, self.cut()
         if cut is None:
             self.guarded(self.start)
         else:
@@ -233,8 +302,8 @@ class _Work:
             assert cut is not None or reach < most, "all answers have ended, and too few groups are complete"
         self.guarded(partial(self.put_apart, 0))
         data = pickle.dumps((self.ended, self.apart), pickle.HIGHEST_PROTOCOL)
-        ended: dict[int, Completion] = {}
-        apart: dict[int, Unfinished] = {}
+        ended: dict[int, Any] = {}
+        apart: dict[int, Any] = {}
         for part in self.world.gather(data):
             theirs = pickle.loads(part)
             ended, apart = ended | theirs[0], apart | theirs[1]
@@ -262,7 +331,13 @@ class _Work:
     def far(self, reach: int) -> dict[int, bool]:
         """Of each request that runs here, whether it has drawn as many new tokens."""
         drawn = self.engine.drawn()
-        return {id: drawn[id] - len(self.begun[n].tokens) >= reach for id, n in self.live.items()}
+        return {id: drawn[id] - len(self.before(n).tokens) >= reach for id, n in self.live.items()}
+
+    def before(self, n: int) -> Unfinished:
+        """An answer that is no conversation, as it was."""
+        one = self.begun[n]
+        assert isinstance(one, Unfinished)
+        return one
 
     def put_apart(self, horizon: int) -> None:
         """Take those back that are far enough."""
@@ -286,16 +361,18 @@ class _Work:
         return self.finished > before
 
     def num_new(self, n: int) -> int:
-        return len(self.ended[n].tokens) - len(self.begun[n].tokens)
+        """New tokens of an answer that has ended here."""
+        return len(self.ended[n].tokens) - len(self.before(n).tokens)
 
     def result(
-        self, horizon: int, places: list[int], ended: Mapping[int, Completion], apart: Mapping[int, Unfinished]
+        self, horizon: int, places: list[int], ended: Mapping[int, Any], apart: Mapping[int, Any]
     ) -> RolledOn:
         """All answers at their ends, or `horizon` tokens further than before."""
-        answers: list[list[Unfinished | Trajectory]] = [list(group.answers) for group in self.groups]
+        answers: list[list[Answer | Trajectory]] = [list(group.answers) for group in self.groups]
         drawn = 0
-        for n, before in self.begun.items():
+        for n in self.begun:
             place, i = self.of_group[n]
+            before = self.before(n)
             had, prompt = len(before.tokens), self.groups[place].prompt
             if n in ended and len(ended[n].tokens) - had <= horizon:
                 answers[place][i] = trajectory_of(prompt, ended[n])
@@ -305,17 +382,17 @@ class _Work:
                 assert len(whole.tokens) >= had + horizon, "an answer is short of the horizon"
                 answers[place][i] = whole.first(had + horizon)
                 drawn += horizon
-        after = [UnderWay(g.prompt, tuple(own)) for g, own in zip(self.groups, answers, strict=True)]
+        return self.sorted_out([UnderWay(g.prompt, tuple(own)) for g, own in zip(self.groups, answers, strict=True)],
+                               horizon, places, drawn)
+
+    @staticmethod
+    def sorted_out(after: Sequence[UnderWay], horizon: int, places: Sequence[int], drawn: int) -> RolledOn:
+        """The groups at `places` are complete, the others stay under way."""
         kept = frozenset(places)
         return RolledOn(
             tuple(after[place] for place in places), tuple(g for place, g in enumerate(after) if place not in kept),
             horizon, drawn,
         )
-
-
-def spans_of(completion: Completion) -> Spans:
-    """Which weights drew its tokens."""
-    return completion.spans or ((0, completion.weight_version),)
 
 
 def trajectory_of(prompt: Prompt, completion: Completion) -> Trajectory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
 from jetrl.parallel.agreement import MISTAKES, agree
 from jetrl.rollout.queue import Abandoned, Everything, Queues, Source
-from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest, without_tokens
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
+from jetrl.rollout.talk import Talk
 from jetrl.types import (
     Completion,
     Conversations,
@@ -28,7 +29,6 @@ from jetrl.types import (
     Prompt,
     Reply,
     Request,
-    Segment,
     StepReport,
     Trajectory,
     token_ids,
@@ -208,18 +208,6 @@ def _rank_stats(parts: Sequence[RankPart]) -> dict[str, float]:
     }
 
 
-@dataclass(slots=True)
-class _Live:
-    """A trajectory on its way."""
-
-    key: int
-    prompt: Prompt
-    segments: list[Segment] = field(default_factory=list)  # the environment's first one is the prompt
-    num_turns: int = 0
-    tokens: tuple[int, ...] = ()  # what the next request begins with: all segments
-    last: Completion | None = None
-
-
 class _Driver:
     """One `roll_out` call, on one rank."""
 
@@ -231,10 +219,11 @@ class _Driver:
         assert asked.first_id % STEP_STRIDE + number <= STEP_STRIDE, "more trajectories in a step than request ids"
         self.engine, self.prompts, self.asked, self.conversations = engine, prompts, asked, conversations
         self.source, self.on_group = source, on_group
-        self.live: dict[int, _Live] = {}  # by key
+        self.live: dict[int, Talk] = {}  # by key
         self.ended: dict[int, Trajectory] = {}  # by number
         self.started: set[int] = set()  # conversations that are to be closed
         self.resting: set[int] = set()  # those whose environment has a turn to answer
+        self.branches: dict[int, int] = {}  # keys by the request ids of branches
         self.openings: dict[tuple[int, ...], np.ndarray] = {}  # one array for all trajectories of a prompt
         self.last = StepReport(0, 0, 0, 0, 0)
         self.steps_before = self.tokens_before = 0  # of engine sessions that are over
@@ -261,7 +250,9 @@ class _Driver:
 
     def _begin(self, numbers: Sequence[int]) -> list[Reply]:
         """Start these trajectories. Of plain answers the prompt is there at once."""
-        new = [_Live(self.asked.first_id + n, self.prompts[n // self.asked.count]) for n in numbers]
+        new = [
+            Talk(self.asked.first_id + n, self.prompts[n // self.asked.count], self.asked, forks=True) for n in numbers
+        ]
         self.live |= {one.key: one for one in new}
         if self.conversations is None:
             return [
@@ -277,7 +268,7 @@ class _Driver:
         if self.conversations is not None:
             for key in sorted(self.started):
                 self.conversations.close(key)
-        self.engine.forget(list(self.live))
+        self.engine.forget([*self.live, *self.branches])
         self.engine.collect()
 
     def _poll(self, conversations: Conversations) -> list[Reply]:
@@ -290,89 +281,50 @@ class _Driver:
         try:
             self.engine.add(requests)
         except RefusedRequest as error:
-            problem = self.live[error.request_id].prompt.problem
+            problem = self._of(error.request_id).prompt.problem
             raise UserError(f"Problem {problem.id}: {error}") from error
 
     def _take_reply(self, reply: Reply) -> Request | None:
         """Append what the environment said; the request of the next turn, unless the trajectory ends here."""
         one = self.live[reply.key]
         self.resting.discard(reply.key)
-        if one.num_turns:
-            assert one.segments[-1].author == "policy", f"two replies in a row to conversation {reply.key}"
-            one.segments[-1] = replace(one.segments[-1], reward=reply.reward)
-        if end := self._end_after(one, reply):
-            if not one.segments:  # it failed at once; a trajectory begins with its prompt
-                tokens = token_ids(reply.tokens)
-                one.segments.append(Segment("environment", tokens, reply.text, messages=reply.messages))
-            self._end(one, end, reply.error or ("" if one.num_turns else "it was over before the first turn"))
+        if end := one.heard(reply, self._opening):
+            self._end(one, *end)
             return None
-        if reply.tokens:
-            tokens = token_ids(reply.tokens) if one.segments else self._opening(reply.tokens)
-            one.segments.append(
-                Segment("environment", tokens, reply.text, messages=reply.messages, opened=reply.opened)
-            )
-            one.tokens += reply.tokens
-        return self._request(one)
+        if one.stream != one.key:
+            self.branches[one.stream] = one.key
+        return Request(one.key, one.tokens, self.asked.sampling) if self.conversations is None else one.turn()
 
     def _opening(self, tokens: tuple[int, ...]) -> np.ndarray:
         if tokens not in self.openings:
             self.openings[tokens] = token_ids(tokens)
         return self.openings[tokens]
 
-    def _end_after(self, one: _Live, reply: Reply) -> EndReason | None:
-        """How the trajectory ends with this reply, if it does."""
-        if reply.failure:
-            return reply.failure
-        if not one.num_turns:
-            if not reply.done and not reply.tokens:
-                raise without_tokens(one.prompt.problem, reply.text)
-            return "error" if reply.done else None
-        if reply.done:
-            return "stop"
-        if one.num_turns >= self.asked.max_turns:
-            return "turns"
-        return "length" if self._room(one) <= len(reply.tokens) else None
-
     def _take_completion(self, completion: Completion) -> None:
         """Append a turn of the policy; the trajectory ends, or the environment gets to see it."""
-        one = self.live[completion.request_id]
-        drew = ((0, completion.weight_version),)
-        one.segments.append(
-            Segment("policy", completion.tokens, completion.text, completion.logprobs, spans=drew)
-        )
-        one.num_turns += 1
-        one.last = completion
+        one = self._of(completion.request_id)
+        one.said(completion, only=self.conversations is None)
         if self.conversations is None:
             self._end(one, completion.finish_reason)
-            return
-        one.tokens += tuple(completion.tokens.tolist())
-        if completion.finish_reason == "length" and self._room(one) == 0:
+        elif completion.finish_reason == "length" and one.room == 0:
             self._end(one, "length")
         else:
             self.resting.add(one.key)
             self.conversations.act(one.key, completion)
 
-    def _room(self, one: _Live) -> int:
-        """Tokens that the trajectory may still take."""
-        return self.asked.sampling.max_tokens - (len(one.tokens) - len(one.segments[0].tokens))
+    def _of(self, request_id: int) -> Talk:
+        return self.live[self.branches.get(request_id, request_id)]
 
-    def _request(self, one: _Live) -> Request:
-        if self.conversations is None:
-            return Request(one.key, one.tokens, self.asked.sampling)
-        room = self._room(one)
-        limit = room if self.asked.max_turn_tokens is None else min(self.asked.max_turn_tokens, room)
-        longest = len(one.segments[0].tokens) + self.asked.sampling.max_tokens
-        return Request(one.key, one.tokens, replace(self.asked.sampling, max_tokens=limit), longest)
-
-    def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
-        flow = "" if one.last is None else one.last.flow_digest
+    def _end(self, one: Talk, end: EndReason, error: str = "") -> None:
         number = one.key - self.asked.first_id
-        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error, one.key)
+        self.ended[number] = one.trajectory(end, error)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)
             self.conversations.close(one.key)
-            self.engine.forget([one.key])
+            self.engine.forget([one.key, *one.branches])
+            for stream in one.branches:
+                self.branches.pop(stream, None)
         if self.on_group is not None:
             self._tell(number // self.asked.count, self.on_group)
 

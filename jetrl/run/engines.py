@@ -14,6 +14,7 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
+from jetrl.kernels.dispatch import definition
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.blocks.layouts import require_rewind
@@ -52,7 +53,8 @@ def build_engine(
 ) -> Engine:
     """The engine that `rollout.engine` names. `source`: the model's folder, if it has one."""
     context = EngineContext(
-        config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
+        config, model, tokenizer, hf.hf_config(model.spec, base_config), 
+        flow_digest(model.spec, model.recipe, definition(config.kernels)),
         eos_ids(tokenizer, source, model.spec.vocab_size),
     )
     if config.rollout.engine == "vllm":

@@ -11,7 +11,7 @@ from jetrl.config import Config
 from jetrl.environments.environment import TOOLS
 from jetrl.environments.tools import tool_stats
 from jetrl.errors import UserError
-from jetrl.parallel.agreement import common, gather_from_ranks, on_rank0
+from jetrl.parallel.agreement import common, gather_from_ranks, on_rank0, together
 from jetrl.rewards.group_scores import GroupScores, scores_beside
 from jetrl.rewards.results import Scores, tell_state
 from jetrl.rewards.score import Scored, nothing_scored, reward_metrics, rewards_of, with_rewards
@@ -25,6 +25,7 @@ from jetrl.run.carried import Carry
 from jetrl.run.evaluation import Evaluation
 from jetrl.run.no_signal import no_signal_in
 from jetrl.run.setup import Session
+from jetrl.run.supervised import held_out_loss, next_answers
 from jetrl.tasks.task import eval_prompts, sample
 from jetrl.types import Group, Prompt, StepReport, Trajectory
 
@@ -69,6 +70,8 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     found no signal at all.
     """
     config = session.config
+    if config.supervised:
+        return _given(session, clock)
     rollouts: list[Rollout] = []
     scores: list[Scored] = []
     place, in_turns = session.progress.num_prompts, session.conversations is not None
@@ -119,6 +122,14 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         stats |= carry.stats(learnt, clock.seconds["rollout"])
         return Gathered(groups, learnt, failed, unscored, stats, carry.place, first, carry.left())
     return Gathered(groups, learnt, failed, unscored, stats, place, first)
+
+
+def _given(session: Session, clock: Clock) -> Gathered:
+    """The given answers of the next step: nothing was sampled or scored."""
+    with clock("encode"), together(session.world):
+        groups = next_answers(session)
+    first = session.progress.num_prompts
+    return Gathered((), tuple(groups), (), (), {}, first + len(groups), first)
 
 
 def _beside(session: Session) -> AbstractContextManager[GroupScores | None]:
@@ -197,8 +208,11 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
     reward functions also avg@k of each. Neither failed conversations nor what is not scored counts, and metrics say how
     many those are: a problem counts in pass@k if one of its completions is scored.
 
-    Raises UserError where nothing is scored.
+    With method = "sft" it is the loss on held-out answers. Raises UserError where nothing is scored.
     """
+    if session.config.supervised:
+        with clock("eval"):
+            return held_out_loss(session)
     config, k = session.config, session.config.eval.num_samples
     prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
     if not prompts:

@@ -58,6 +58,7 @@ from jetrl.run.replay import keeping
 from jetrl.run.setup import Session, begin, build, build_model
 from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
+from jetrl.run.supervised import learn_given, pack_given
 from jetrl.tasks.gold import check_gold
 from jetrl.tasks.task import rows_of_epoch
 from jetrl.train.batches import PackedBatch
@@ -380,8 +381,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
 
 def packed(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
     """The micro-batches of a step that this rank holds."""
-    train, rl = session.config.train, session.config.rl
-    return pack(
+    train, rl, supervised = session.config.train, session.config.rl, session.config.supervised
+    return pack_given(session, groups) if supervised else pack(
         groups, max_tokens_per_gpu=train.max_tokens_per_gpu, flow_digest=session.flow_digest,
         weight_version=session.progress.weight_version, mask_truncated=rl.mask_truncated,
         updates_per_step=rl.updates_per_step, share_prompts=train.share_prompts,
@@ -393,7 +394,9 @@ def packed(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
 def estimated(
     session: Session, groups: Sequence[Group], batches: Sequence[PackedBatch], given: bool = False
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
-    """`passes.estimate` with the session's models."""
+    """`passes.estimate` with the session's models; nothing where answers are given."""
+    if session.config.supervised:
+        return list(groups), list(batches), {}
     return estimate(
         groups, batches, session.learner, session.progress.reference, session.config, session.unified, given,
         session.teacher,
@@ -406,6 +409,8 @@ def updated(
 ) -> tuple[Calibration, dict[str, float]]:
     """The updates of a step, up to the last publishing: the clip's calibration, and metrics (with `noise`, its too)."""
     clip = Calibration(session.learner, session.config, session.progress.clip_bounds)
+    if session.config.supervised:
+        return clip, learn_given(session, batches, step)
     stats = noise_metrics(session.learner, batches, clip.config, step) if noise else {}
     stats |= clip.begin(batches, step)
     seen.add_batches(batches)
@@ -536,7 +541,7 @@ def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, fl
     with together(session.world):
         of_engine = session.engine_metrics(of_evaluation=True)
     session.pending.owes_evaluation = False
-    if session.progress.step == 0:
+    if session.progress.step == 0 and not session.config.supervised:
         session.progress.initial_accuracy = next(iter(metrics.values()), None)
     return metrics | of_engine
 

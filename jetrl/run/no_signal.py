@@ -22,6 +22,8 @@ def hints(
     metrics: dict[str, float], config: Config, groups: Sequence[Group], learnt: Sequence[Group]
 ) -> Iterator[tuple[str, str]]:
     """What a step's metrics say that users should look at, and in detail. Groups as in `without_signal`."""
+    if config.supervised:
+        return
     if reason := without_signal(groups, learnt, config):
         yield NO_SIGNAL, reason
     elif reason := without_gradient(metrics, config):

@@ -12,23 +12,24 @@ from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import Config
 from jetrl.config.toml import toml_literal
-from jetrl.environments.environment import TOOLS, Factory, load_environment
+from jetrl.environments.environment import TOOLS, Factory, for_tokenizer, load_environment
 from jetrl.environments.tools import tools_factory
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
-from jetrl.kernels.dispatch import require_experts, require_latent
-from jetrl.kernels.support import require
+from jetrl.kernels.dispatch import require_delta, require_experts, require_latent
+from jetrl.kernels.support import require, require_precision
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.flow import require_unified
-from jetrl.precision.lora import GROUPS, Lora
+from jetrl.precision.lora import GROUPS, MLP, Lora, expanded
 from jetrl.precision.recipe import Recipe, lora_of, recipe_of
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
+from jetrl.run.given import GivenAnswers
 from jetrl.run.own_parts import load_own_parts
 from jetrl.run.teacher import KEY, check_teacher, teacher_of
 from jetrl.spec import ModelSpec
@@ -53,6 +54,7 @@ class Prepared:
     reward: RewardFunction | None
     environment: Factory | None
     eos_ids: frozenset[int]  # the tokens that end a completion
+    given_answers: GivenAnswers | None = None  # of method = "sft": makes trajectories of them
 
 
 def prepare(
@@ -64,6 +66,7 @@ def prepare(
     what a program gave as objects.
     """
     require(config.kernels)
+    require_precision(config.kernels, config.precision)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_experts(config, spec)
@@ -77,6 +80,7 @@ def prepare(
         load_own_parts(config)
         check_teacher(config, tokenizer, spec)
         check_kernels_of_teacher(config)
+    samples = samples and not config.supervised
     if samples:
         require_engine(config, spec, recipe)
     if samples and trains:
@@ -84,30 +88,34 @@ def prepare(
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
     named = import_reward(config.task, own)
+    given = GivenAnswers(config, tokenizer, ends) if config.supervised else None
     task = build_task(
         config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
-        hold_out=holds_out(config), own=own,
+        hold_out=holds_out(config), own=own, given=None if given is None else given.trajectory,
     )
-    reward, environment = scoring(config, task, named, tokenizer, own)
+    reward, environment = (None, None) if given is not None else scoring(config, task, named, tokenizer, own)
     shown = config.task if environment is None else environment.task(config.task)
-    check_turn_end(TurnEncoder(tokenizer, shown), ends, config.rollout.stop, teaches=trains and config.sft.steps > 0)
-    if trains:
+    teaches = trains and (config.sft.steps > 0 or config.supervised)
+    check_turn_end(TurnEncoder(tokenizer, shown), ends, config.rollout.stop, teaches=teaches)
+    if trains and given is not None:
+        check_given(config, task, given)
+    elif trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given)
 
 
 def in_steps(config: Config, task: Task) -> Config:
     """The config with the steps that `train.epochs` means for the rows of `task`; without epochs as it is.
 
-    Steps have `rollout.prompts_per_step` prompts, so the last one may go beyond the last epoch. UserError where
-    warm-ups are longer.
+    Steps have `rollout.prompts_per_step` prompts or `train.batch_size` given answers: the last one may go beyond the
+    last epoch. UserError where warm-ups are longer.
     """
-    epochs, per_step, rows = config.train.epochs, config.rollout.prompts_per_step, rows_of_epoch(task)
+    epochs, (per_step, _), rows = config.train.epochs, config.per_step, rows_of_epoch(task)
     if epochs is None:
         return config
     assert rows is not None, "the config allows epochs of data only"
     steps = max(1, math.ceil(Fraction(str(epochs)) * rows / per_step))
-    stated = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} prompts"
+    stated = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} {_taken(config)}"
     if config.train.warmup_steps > steps:
         raise UserError(f"{stated}, but train.warmup_steps = {config.train.warmup_steps}. Lower it.")
     if config.rl.critic_warmup_steps >= steps:
@@ -122,9 +130,14 @@ def epochs_told(config: Config, task: Task) -> str:
     """One line on the steps of `train.epochs`, for a config that `in_steps` has made; empty without epochs."""
     if config.train.epochs is None:
         return ""
-    rows, steps, per_step = rows_of_epoch(task), config.train.steps, config.rollout.prompts_per_step
+    rows, steps, (per_step, _) = rows_of_epoch(task), config.train.steps, config.per_step
     more = " (more where dynamic sampling refills)" if config.rl.dynamic_sampling == "refill" else ""
-    return f"train.epochs = {config.train.epochs:g} of {rows} rows: {steps} steps of {per_step} prompts{more}"
+    return f"train.epochs = {config.train.epochs:g} of {rows} rows: {steps} steps of {per_step} {_taken(config)}{more}"
+
+
+def _taken(config: Config) -> str:
+    """What a step takes of the data, in words."""
+    return "answers" if config.supervised else "prompts"
 
 
 def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:
@@ -135,13 +148,22 @@ def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: boo
         eval_prompts(task, tokenizer, config, conversations)
 
 
+def check_given(config: Config, task: Task, given: GivenAnswers) -> None:
+    """UserError if a given answer of step 1 or of the evaluations is missing, cannot be encoded or is too long."""
+    problems = [task.problem(place) for place in range(config.train.batch_size)]
+    for problem in [*problems, *(task.eval_problems(config.task.num_eval) if config.eval.eval_interval else ())]:
+        given.trajectory(problem)
+
+
 def check_experts(config: Config, spec: ModelSpec) -> None:
-    """UserError if the model is a mixture of experts or has latent attention, and the config's kernels cannot compute
+    """UserError if the model has experts, latent attention or Gated DeltaNet, and the config's kernels cannot compute
     that."""
     if spec.experts is not None:
         require_experts(config.kernels)
     if spec.latent is not None:
         require_latent(config.kernels)
+    if spec.delta is not None:
+        require_delta(config.kernels)
 
 
 def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
@@ -181,17 +203,21 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
         _check_found(config, spec, lora, found)
     if lora is None:
         return
+    _check_expert_rank(config, spec)
     ranks: dict[str, int] = {}  # by projection: the smallest side of its matrices
     for layer in range(spec.num_layers):
         for linear in linears_of(spec, layer).values():
-            for name, rows in zip(linear.projections, linear.sections, strict=False):
+            for name, rows in zip(linear.projections, linear.sections, strict=False) if not linear.experts else ():
                 ranks[name] = min(ranks.get(name, rows), rows, linear.in_size)
+    in_experts = MLP if lora.expert_rank is not None else ()
     chosen = [name for name in lora.targets if name in ranks]
-    missing: list[str] = [name for name in config.lora.targets if name not in GROUPS and name not in ranks]
+    missing: list[str] = [
+        name for name in config.lora.targets if name not in GROUPS and name not in ranks and name not in in_experts
+    ]
     if missing or not chosen:
         raise UserError(
             f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])} outside of its experts, "
-            f"which have no adapters. It has {', '.join(ranks)}."
+            f"which have adapters with lora.expert_rank alone, and beside others. It has {', '.join(ranks)}."
         )
     worst = min(chosen, key=lambda name: ranks[name])
     if lora.rank > ranks[worst]:
@@ -203,6 +229,28 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
         raise UserError(
             f"lora.rank = {lora.rank}: the kernels of a GPU need a multiple of {BF16_MULTIPLE}. Take "
             f"{-(-lora.rank // BF16_MULTIPLE) * BF16_MULTIPLE}, or set device = \"cpu\"."
+        )
+
+
+def _check_expert_rank(config: Config, spec: ModelSpec) -> None:
+    """UserError for a rank of experts' adapters that this model cannot have."""
+    rank, experts = config.lora.expert_rank, spec.experts
+    if rank is None:
+        return
+    if experts is None:
+        raise UserError(f"lora.expert_rank = {rank}: this {spec.family} model has no experts. Leave the key out.")
+    if not set(expanded(config.lora.targets)) & set(MLP):
+        raise UserError(
+            f"lora.expert_rank = {rank} has no effect: lora.targets names none of {', '.join(MLP)}. Name one, or leave "
+            "the key out."
+        )
+    most = min(experts.intermediate_size, spec.hidden_size)
+    if rank > most:
+        raise UserError(f"lora.expert_rank = {rank} is beyond the rank of an expert's matrices, {most}. Lower it.")
+    if config.kernels != "reference" and rank % BF16_MULTIPLE:
+        raise UserError(
+            f"lora.expert_rank = {rank}: the kernels of a GPU need a multiple of {BF16_MULTIPLE}. Take "
+            f"{-(-rank // BF16_MULTIPLE) * BF16_MULTIPLE}, or set device = \"cpu\"."
         )
 
 
@@ -244,7 +292,8 @@ def scoring(
         return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
     with_signal(named, config)
     own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own, given)
+    found = load_environment(config.environment.name, config.environment.params, own, given)
+    return named, for_tokenizer(found, tokenizer, config.task)
 
 
 def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:
@@ -300,9 +349,9 @@ def adapters_in(config: Config) -> Adapters | None:
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:
     """Refuse prompts and responses that the model has no positions for."""
-    longest = config.task.max_prompt_length + config.rollout.max_response_length
-    if longest > spec.max_position:
+    if config.longest > spec.max_position:
+        lower = "it" if config.supervised else "one of the two"
         raise UserError(
-            f"task.max_prompt_length + rollout.max_response_length = {longest}, but the model has positions for "
-            f"{spec.max_position} tokens (max_position_embeddings). Lower one of the two."
+            f"{config.longest_in_words} = {config.longest}, but the model has positions for {spec.max_position} tokens "
+            f"(max_position_embeddings). Lower {lower}."
         )

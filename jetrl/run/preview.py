@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jetrl.chat.prompts import added_bos, decoded, uses_chat_template
 from jetrl.config import Config
+from jetrl.run.given import GivenAnswers
 from jetrl.run.prepare import Prepared, epochs_told
 from jetrl.run.replay.keeping import told
 from jetrl.tasks.files import FileTask
@@ -24,19 +25,37 @@ def preview(config: Config, plan: Prepared) -> Iterator[str]:
     yield f"Data: {_visible(plan.task.describe())}."
     if isinstance(plan.task, FileTask):
         yield _epochs(config, plan.task)
+    if plan.given_answers is not None:
+        yield from _given(plan, plan.given_answers)
+        return
     yield told(config, plan.spec)
     yield from _prompt(config, plan)
 
 
 def _epochs(config: Config, task: FileTask) -> str:
     """Rows that were read and are trained on, and the steps of one pass over them, for a config in steps."""
-    rows, step, steps = task.num_rows, config.rollout.prompts_per_step, config.train.steps
+    rows, (step, key), steps = task.num_rows, config.per_step, config.train.steps
     refills = " (more where dynamic sampling refills)" if config.rl.dynamic_sampling == "refill" else ""
     run = epochs_told(config, task) or f"train.steps = {steps} are {_number(steps * step / rows)} epochs{refills}"
     return (
         f"{task.num_rows_read} rows read from the training data, {rows} trained on. One epoch: {_number(rows / step)} "
-        f"steps of {step} prompts (rollout.prompts_per_step). {run}."
+        f"steps of {step} {'answers' if config.supervised else 'prompts'} ({key}). {run}."
     )
+
+
+def _given(plan: Prepared, given: GivenAnswers) -> Iterator[str]:
+    """The first conversation, with what is learned between double brackets."""
+    problem = plan.task.problem(0)
+    found = given.trajectory(problem)
+    yield (
+        f"The first conversation of the run (problem {_visible(problem.id)}), {found.length} tokens, of which the "
+        f"{found.num_policy_tokens} between [[ and ]] are learned:"
+    )
+    texts = [(segment.author, decoded(plan.tokenizer, segment.tokens.tolist())) for segment in found.segments]
+    text = "".join(f"[[{own}]]" if author == "policy" else own for author, own in texts)
+    yield from (f"  | {_visible(line)}" for line in text[:MAX_CHARACTERS].split("\n"))
+    if len(text) > MAX_CHARACTERS:
+        yield f"  ... {len(text) - MAX_CHARACTERS} more characters"
 
 
 def _prompt(config: Config, plan: Prepared) -> Iterator[str]:

@@ -16,7 +16,7 @@ from jetrl.config.paths import absolute_paths
 from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
-from jetrl.kernels.dispatch import DEVICE_OF, select
+from jetrl.kernels.dispatch import DEVICE_OF, definition, select
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
@@ -33,6 +33,8 @@ from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
+from jetrl.run.given import GivenAnswers
+from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.run.teacher import build_teacher
 from jetrl.spec import ModelSpec
@@ -98,6 +100,7 @@ class Session:
     conversations: EnvironmentPool | None = None  # None: single answers
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
+    given_answers: GivenAnswers | None = None  # of method = "sft"
     teacher: Transformer | None = None  # of a distillation: published weights, without masters
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
@@ -176,20 +179,22 @@ def build(
         learner = Learner(model, None, world=world)
     with together(world):
         teacher = None if evaluates else build_teacher(config)  # before the engine takes what memory is left
-        engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
+        engine: Engine = NoEngine()
+        if not config.supervised:
+            engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
         if not evaluates:
             check_truncation(config, engine.keeps_bits)
-        if not evaluates and config.device != "cpu":
+        if not (evaluates or config.supervised) and config.device != "cpu":
             gpu = torch.cuda.get_device_properties(model.head_weight.device)
             keep_cache(engine, config, world.size, gpu.total_memory)
     source = model_source(config)
     return Session(
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
-        learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
+        learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe, definition(config.kernels)),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given, own=own, teacher=teacher,
-        queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
+        given_answers=plan.given_answers, queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
         pending=Pending(Beside() if evaluates else beside(config, plan.spec, world), before=before),
     )
 
@@ -212,10 +217,22 @@ def begin(
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = on_every_rank(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    check_gpus(config, world)
     if trains:
         config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
+
+
+def check_gpus(config: Config, world: World) -> None:
+    """Refuse ranks with GPUs of different kinds: the order of sums belongs to the kind. A collective."""
+    kinds = world.gather(definition(config.kernels)) if world.size > 1 else []
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank}: {kind.split()[2]}" for rank, kind in enumerate(kinds))
+        raise UserError(
+            f"The GPUs of this run are of different kinds ({found}), and with kernels = "
+            f'"{config.kernels}" bits depend on the kind. Choose GPUs of one kind with CUDA_VISIBLE_DEVICES.'
+        )
 
 
 def check_lanes(config: Config, world: World) -> None:

@@ -17,7 +17,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from jetrl import __version__
 from jetrl.chat.messages import TurnEncoder, encode_solution
@@ -36,7 +35,6 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
-from jetrl.rl.losses import Stats
 from jetrl.run.checkpoint import store
 from jetrl.run.engines import eos_ids
 from jetrl.run.prepare import model_source
@@ -44,12 +42,12 @@ from jetrl.run.setup import build_model
 from jetrl.spec import stated
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
-from jetrl.train.batches import MicroBatch, PackedBatch
+from jetrl.train.batches import PackedBatch
+from jetrl.train.likelihood import likelihood
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
 from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import LOSSES, Routing
-from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
 from jetrl.types import Problem, Segment, Trajectory, token_ids
 
@@ -209,15 +207,9 @@ def train_sft(
 
         shares = denominators(batch, config.rollout.max_response_length)
         routing = Routing(student, config.train, shares)
-
-        def loss_of(micro: MicroBatch, routing: Routing = routing) -> tuple[Tensor, Stats]:
-            rows = forward_rows(student, micro, 1.0, routes := routing.routes())
-            loss = -rows.logprobs.sum() / routing.shares.num_loss_tokens
-            return routing.add_to(loss, {}, routes, rows.index, micro.sequence_ids)
-
         try:
             stats = optimizer_step(
-                list(masters.values()), optimizer, batch, loss_of, lr=sft.lr * factor,
+                list(masters.values()), optimizer, batch, likelihood(student, routing), lr=sft.lr * factor,
                 max_grad_norm=config.train.max_grad_norm, world=world.replicas, reduction="fixed",
             )
         except NonFiniteError as error:

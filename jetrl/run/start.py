@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jetrl.precision.recipe import Recipe
     from jetrl.spec import ModelSpec
 
-SEVERAL = ("train", "eval", "compare", "parity")  # the commands that several ranks may run together
+SEVERAL = ("train", "sft", "eval", "compare", "parity")  # the commands that several ranks may run together
 
 
 def as_rank(app: Callable[[], object], message_of: Callable[[Exception], str | None], debug: bool) -> NoReturn:
@@ -84,6 +84,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
 
     from jetrl.config import load_config, resolve, to_toml
     from jetrl.config.shipped import find_recipe
+    from jetrl.kernels.support import capability
     from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.run.fit.advice import gpu_named, on_gpu, report
     from jetrl.run.pin import pinned, weights_to_come
@@ -95,7 +96,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     path, here = find_recipe(recipe), torch.cuda.is_available()
     given = load_config(path, overrides)
     elsewhere = bool(gpu) and not here and given.device == "cuda"
-    config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
+    config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here, capability=capability()))[0]
     check_trackers(TrackSettings(**config.track.model_dump()))
     on_cpu = {"device": "cpu", "kernels": "reference"}
     plan = prepare(config.model_copy(update=on_cpu) if elsewhere else config)
@@ -178,6 +179,7 @@ def summarize(run_dir: Path, console: Console) -> None:
     from jetrl.report.console import summary
     from jetrl.report.hints import never_moved
     from jetrl.report.run import headline, load_runs
+    from jetrl.report.text import held_out_loss_of
     from jetrl.run.checkpoint.checkpoint import newest
 
     run = load_runs([run_dir])[0]
@@ -194,4 +196,5 @@ def summarize(run_dir: Path, console: Console) -> None:
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, parity_missing=numbers.parity_missing,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
         constant=never_moved(run.rows), next_commands=next_commands,
+        losses=[loss for row in run.rows if (loss := held_out_loss_of(row)) is not None],
     )

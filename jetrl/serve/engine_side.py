@@ -30,7 +30,7 @@ class _Side:
 
     def _on_tokens(self, drawn: list[NewTokens]) -> None:
         self.news += [
-            [new.request_id, new.start, new.tokens.tolist(), new.logprobs.tolist()]
+            [new.request_id, new.start, new.tokens, new.logprobs]
             for new in drawn if new.request_id in self.streams and len(new.tokens)
         ]
 
@@ -49,7 +49,7 @@ class _Side:
         if id in self.known:  # an asker left and came back before the engine heard of either
             return
         try:
-            self.engine.add([Request(id, tuple(message["tokens"]), SamplingParams(**given))])
+            self.engine.add([Request(id, tuple(message["tokens"].tolist()), SamplingParams(**given))])
         except UserError as error:
             self.send(refused={"id": id, "message": str(error)})
             return
@@ -103,7 +103,7 @@ def serve_engine(
 
 def _done(completion: Completion) -> dict[str, Any]:
     return {
-        "id": completion.request_id, "tokens": completion.tokens.tolist(), "logprobs": completion.logprobs.tolist(),
+        "id": completion.request_id, "tokens": completion.tokens, "logprobs": completion.logprobs,
         "text": completion.text, "finish": completion.finish_reason, "version": completion.weight_version,
         "digest": completion.flow_digest,
     }

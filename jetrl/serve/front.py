@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +25,17 @@ from jetrl.chat.prompts import decoded
 from jetrl.errors import shown
 from jetrl.serve.address import FrontSettings, is_loopback
 from jetrl.serve.counts import Counts
-from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json, serve_until
+from jetrl.serve.http import (
+    HANDLERS,
+    Answer,
+    body_of,
+    compact_json,
+    disconnect,
+    key_of,
+    refusal,
+    require_json,
+    serve_until,
+)
 from jetrl.serve.link import Flight, Link
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
@@ -116,7 +126,7 @@ class Front:
         if ask.stream:
             headers = {"cache-control": "no-cache"}
             return _Stream(job, media_type="text/event-stream", headers=headers)
-        return JSONResponse(await job.whole())
+        return Answer(await job.whole())
 
     def _session(self, request: Request, data: dict[str, Any]) -> Session | None:
         """The session that a request names: in its path, its header or its body."""
@@ -128,21 +138,22 @@ class Front:
     def _named(self, request: Request, data: dict[str, Any], ask: Ask, session: Session | None) -> list[Choice]:
         """The requests for the engine. Another attempt of a request that came before has its names, and so its answer:
         it says the same Idempotency-Key or, within a session, that it is a retry (as OpenAI's client does)."""
+        key = request.headers.get("idempotency-key")
+        if key is None and session is None:
+            return self.service.choices(ask)
         body = blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
         scope = "" if session is None else f"session {session.id}"
-        key = request.headers.get("idempotency-key")
         tries = request.headers.get("x-stainless-retry-count", "0")
         place = ("key", scope, key) if key is not None else ("same", scope, body.hex())
         before = self.attempts.get(place) if key is not None or tries != "0" else None
         if before is not None and before[0] != body:
             raise Refused("This Idempotency-Key came with another body.", 422, code="idempotency_key_reused")
         choices = self.service.choices(ask, session, None if before is None else before[1])
-        if key is not None or session is not None:
-            names = [choice.name for choice in choices]
-            self.attempts[place] = body, [names[i : i + ask.n] for i in range(0, len(names), ask.n)]
-            self.attempts.move_to_end(place)
-            if len(self.attempts) > _ATTEMPTS:
-                self.attempts.popitem(last=False)
+        names = [choice.name for choice in choices]
+        self.attempts[place] = body, [names[i : i + ask.n] for i in range(0, len(names), ask.n)]
+        self.attempts.move_to_end(place)
+        if len(self.attempts) > _ATTEMPTS:
+            self.attempts.popitem(last=False)
         return choices
 
     # ---- sessions ---------------------------------------------------------------------------------------------------
@@ -150,7 +161,7 @@ class Front:
     async def _new_session(self, request: Request) -> Response:
         data = await self._body(request)
         session = self.sessions.use(self._id_of(data))
-        return JSONResponse({"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}, 201)
+        return Answer({"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}, 201)
 
     def _id_of(self, data: dict[str, Any]) -> str:
         if wrong := sorted(data.keys() - {"id"}):
@@ -164,13 +175,13 @@ class Front:
         data = await self._body(request)
         session = self.sessions.use(request.path_params["session"], make=False)
         session.set_reward(data.get("reward"))
-        return JSONResponse({"id": session.id, "reward": session.reward})
+        return Answer({"id": session.id, "reward": session.reward})
 
     async def _traces(self, request: Request) -> Response:
-        return JSONResponse(self.sessions.use(request.path_params["session"], make=False).to_json())
+        return Answer(self.sessions.use(request.path_params["session"], make=False).to_json())
 
     async def _end_session(self, request: Request) -> Response:
-        return JSONResponse(self.sessions.close(request.path_params["session"]).to_json())
+        return Answer(self.sessions.close(request.path_params["session"]).to_json())
 
     # ---- the rest ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +194,7 @@ class Front:
         prompts = [prompt for _, prompt in self.service.prompts(parse(data, self.about.name, self.about.vocab_size))]
         if len(prompts) != 1:
             raise Refused("prompt: send one text.", param="prompt")
-        return JSONResponse({
+        return Answer({
             "count": len(prompts[0]), "max_model_len": self.about.max_position, "tokens": list(prompts[0])
         })
 
@@ -191,20 +202,20 @@ class Front:
         data = await self._body(request)
         ask = generate_ask({"token_ids": data.get("tokens")}, self.about.name, self.about.vocab_size)
         ids = [token for prompt in ask.prompts for token in prompt if isinstance(token, int)]
-        return JSONResponse({"prompt": decoded(self.about.tokenizer, ids)})
+        return Answer({"prompt": decoded(self.about.tokenizer, ids)})
 
     async def _models(self, request: Request) -> Response:
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse({"object": "list", "data": [self.about.to_json()]})
+            return Answer({"object": "list", "data": [self.about.to_json()]})
         if name != self.about.name:
             raise Refused(f"{name}: this server has {self.about.name!r}.", 404, "model", "model_not_found")
-        return JSONResponse(self.about.to_json())
+        return Answer(self.about.to_json())
 
     async def _health(self, request: Request) -> Response:
         silent = time.monotonic() - self.link.heard
         well = self.link.alive and silent < SILENCE
-        return JSONResponse({"status": "ok" if well else "engine silent", "silent_s": round(silent, 1)},
+        return Answer({"status": "ok" if well else "engine silent", "silent_s": round(silent, 1)},
                             200 if well else 503)
 
     async def _metrics(self, request: Request) -> Response:
@@ -229,7 +240,7 @@ class _Job:
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
-        wanted = [(choice.id, choice.prompt, choice.sampling) for choice in self.choices]
+        wanted = [(choice.id, choice.row, choice.sampling) for choice in self.choices]
         try:
             flights = self.front.link.submit(wanted, self.ask.stream, self.wake)
         except Refused:
@@ -256,7 +267,7 @@ class _Job:
         finally:
             self.end()
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events; an error in the middle is an event of its own."""
         service, parts = self.front.service, (self.ask, self.choices, self.id, self.kind)
         try:
@@ -273,7 +284,7 @@ class _Job:
             self._count()
             for chunk in service.closing(*parts):
                 yield _event(chunk)
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
         except Refused as error:
             self.failed = True
             yield _event(error.to_json())
@@ -340,8 +351,8 @@ class _Stream(StreamingResponse):
             self.job.end()
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + compact_json(data) + b"\n\n"
 
 
 def run_front(listener: socket.socket, connection: Connection, about: About, settings: FrontSettings) -> None:

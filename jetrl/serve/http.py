@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
@@ -40,6 +41,26 @@ def key_of(request: Request) -> str:
     """The key that a client sends; "" for none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def slow_json(content: Any) -> bytes:
+    """What orjson writes, without it."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+try:  # an answer has thousands of numbers
+    from orjson import dumps as compact_json
+except ModuleNotFoundError:  # an environment that was made before the extra had it
+    compact_json = slow_json
+
+
+class Answer(Response):
+    """JSON, quickly."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return compact_json(content)
 
 
 def refusal(error: Refused) -> JSONResponse:

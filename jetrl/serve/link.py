@@ -6,15 +6,16 @@ Request ids name random streams: two equal ids are one request, and the second a
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from jetrl.serve import pipe
+from jetrl.serve.names import plain
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
 
@@ -52,12 +53,11 @@ class Link:
         self.heard = time.monotonic()
         self.alive = True
         self.gone = asyncio.Event()
-        self._out: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name="jetrl-serve-out", daemon=True).start()
+        self._out = pipe.Outbox(connection)
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
     def submit(
-        self, requests: Iterable[tuple[int, tuple[int, ...], SamplingParams]], stream: bool, wake: Callable[[], object]
+        self, requests: Iterable[tuple[int, np.ndarray, SamplingParams]], stream: bool, wake: Callable[[], object]
     ) -> list[Flight]:
         """Hand requests to the engine, or join those that it has; all or none. Refused (429) where it has too many."""
         wanted = list(requests)
@@ -74,7 +74,10 @@ class Link:
             flight = self.flights.get(id)
             if flight is None:
                 flight = self.flights[id] = Flight(id)
-                self._out.put({"add": id, "tokens": tokens, "sampling": asdict(sampling), "stream": stream})
+                self._out.send({
+                    "add": id, "tokens": tokens, "sampling": plain(sampling),
+                    "stream": stream,
+                })
             flight.wake.append(wake)
             found.append(flight)
         return found
@@ -88,18 +91,11 @@ class Link:
             if not flight.wake and not flight.ended and self.flights.pop(flight.id, None) is not None:
                 left.append(flight.id)
         if left:
-            self._out.put({"cancel": left})
+            self._out.send({"cancel": left})
 
     def close(self) -> None:
-        """End the thread that writes."""
-        self._out.put(None)
-
-    def _write(self) -> None:
-        try:
-            while (message := self._out.get()) is not None:
-                pipe.send(self.connection, message)
-        except OSError:
-            return  # the engine's process has ended: the reader sees that too, and tells all askers
+        """Send nothing more."""
+        self._out.close()
 
     def _read(self) -> None:
         try:
@@ -126,13 +122,14 @@ class Link:
         for id, start, tokens, logprobs in message.get("news", ()):
             flight = self.flights.get(id)
             if flight is not None and start == len(flight.tokens):
-                flight.tokens += tokens
-                flight.logprobs += logprobs
+                flight.tokens += tokens.tolist()
+                flight.logprobs += logprobs.tolist()
                 flight._changed()
         for done in message.get("done", ()):
             flight = self.flights.pop(done["id"], None)
             if flight is not None:
-                flight.tokens, flight.logprobs, flight.done = done["tokens"], done["logprobs"], done
+                flight.tokens, flight.logprobs = done["tokens"].tolist(), done["logprobs"].tolist()
+                flight.done = done
                 flight._changed()
         if (refused := message.get("refused")) is not None:
             self._fail([refused["id"]], Refused(refused["message"]))

@@ -11,13 +11,15 @@ import json
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from jetrl.types import SamplingParams
 
+_FIELDS = tuple(one.name for one in fields(SamplingParams))
 _REMEMBERED = 1_000_000  # distinct requests whose number is known; the oldest are forgotten, and count from 0 again
 
 
@@ -42,7 +44,7 @@ class Names:
         self.scope = scope
         self._seen: OrderedDict[bytes, _Count] = OrderedDict()
 
-    def take(self, tokens: Sequence[int], sampling: SamplingParams, n: int, seeded: bool) -> list[Name]:
+    def take(self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, n: int, seeded: bool) -> list[Name]:
         """Names of `n` answers. A request that says a seed gets the same names each time."""
         asked = self._digest(tokens, sampling)
         places = list(range(n))
@@ -56,23 +58,28 @@ class Names:
                 self._seen.popitem(last=False)
         return [Name(place, _number(asked, place)) for place in places]
 
-    def give_back(self, tokens: Sequence[int], sampling: SamplingParams, names: Iterable[Name]) -> None:
+    def give_back(self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, names: Iterable[Name]) -> None:
         """Nobody got these answers: the next equal requests will."""
         count = self._seen.get(self._digest(tokens, sampling))
         for name in names if count is not None else ():
             if name.place < count.next and name.place not in count.free:  # type: ignore[union-attr]
                 insort(count.free, name.place)  # type: ignore[union-attr]
 
-    def claim(self, tokens: Sequence[int], sampling: SamplingParams, names: Iterable[Name]) -> None:
+    def claim(self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, names: Iterable[Name]) -> None:
         """These names are in use again, by another attempt of the request that had them."""
         count = self._seen.get(self._digest(tokens, sampling))
         if count is not None:
             gone = {name.place for name in names}
             count.free = [place for place in count.free if place not in gone]
 
-    def _digest(self, tokens: Sequence[int], sampling: SamplingParams) -> bytes:
-        what = json.dumps([self.scope, asdict(sampling)], sort_keys=True).encode()
-        return blake2b(what + b"\0" + np.array(tokens, dtype=np.int32).tobytes(), digest_size=16).digest()
+    def _digest(self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams) -> bytes:
+        what = json.dumps([self.scope, plain(sampling)], sort_keys=True).encode()
+        return blake2b(what + b"\0" + np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=16).digest()
+
+
+def plain(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as JSON has them."""
+    return {name: getattr(sampling, name) for name in _FIELDS}
 
 
 def _number(asked: bytes, place: int) -> int:

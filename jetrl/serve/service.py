@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jetrl.chat.fields import Message
 from jetrl.chat.prompts import decoded, encode_plain, encode_rendered, encode_text, uses_chat_template
 from jetrl.chat.template import Template
@@ -19,6 +21,8 @@ from jetrl.serve.sessions import Session, Turn, turn_of
 from jetrl.serve.text import TextStream, visible
 from jetrl.serve.wire import Ask
 from jetrl.types import SamplingParams
+
+_IDS = frozenset({"tool_call_id", "tool_calls[].id"})  # the API's, and few templates write them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,11 @@ class About:
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """One answer: its prompt, its request, and the text that was sent of it."""
+    """One answer: its prompt (also as `row` [n] int32), its request, and the text that was sent of it."""
 
     index: int
     prompt: tuple[int, ...]
+    row: np.ndarray
     sampling: SamplingParams
     name: Name
     text: TextStream
@@ -71,6 +76,7 @@ class Service:
 
     def __init__(self, about: About) -> None:
         self.about, self.names, self.form = about, Names(), form_of(about.tokenizer)
+        self._texts: dict[int, tuple[str, list[int] | None]] = {}
 
     def prompts(self, ask: Ask, session: Session | None = None) -> list[tuple[Turn | None, tuple[int, ...]]]:
         """The prompts as token ids, each with the turn of the session that it goes on from."""
@@ -94,7 +100,7 @@ class Service:
         tokenizer, messages = self.about.tokenizer, for_template(ask.messages)
         try:
             text = Template(tokenizer, ask.variables).reply(
-                messages[: length - 1], messages[length:], "of the request", frozenset({"tool_call_id"})
+                messages[: length - 1], messages[length:], "of the request", _IDS
             )
             tokens = encode_text(text, tokenizer, "messages", "message")
         except UserError as error:
@@ -111,7 +117,7 @@ class Service:
                 param="messages", code="no_chat_template",
             )
         try:
-            text = Template(tokenizer, variables).prompt(for_template(messages), "of the request")
+            text = Template(tokenizer, variables).prompt(for_template(messages), "of the request", ours=_IDS)
             return tuple(encode_rendered(text, tokenizer, "messages"))
         except UserError as error:
             raise Refused(str(error), param="messages") from error
@@ -125,14 +131,15 @@ class Service:
         asked = [(parent, prompt, self._sampling(ask, len(prompt))) for parent, prompt in self.prompts(ask, session)]
         found: list[Choice] = []
         for i, (parent, prompt, sampling) in enumerate(asked):
+            row = np.array(prompt, dtype=np.int32)
             if names is None:
-                taken = counts.take(prompt, sampling, ask.n, ask.seed is not None)
+                taken = counts.take(row, sampling, ask.n, ask.seed is not None)
             else:
                 taken = list(names[i])
-                counts.claim(prompt, sampling, taken)
+                counts.claim(row, sampling, taken)
             for name in taken:
                 text = TextStream(self.about.tokenizer, sampling.stop, self._marks(ask))
-                found.append(Choice(len(found), prompt, sampling, name, text, parent))
+                found.append(Choice(len(found), prompt, row, sampling, name, text, parent))
         return found
 
     def give_back(self, ask: Ask, session: Session | None, choices: Sequence[Choice]) -> None:
@@ -140,7 +147,7 @@ class Service:
         if ask.seed is None:
             counts = self.names if session is None else session.names
             for choice in choices:
-                counts.give_back(choice.prompt, choice.sampling, [choice.name])
+                counts.give_back(choice.row, choice.sampling, [choice.name])
 
     def note(self, ask: Ask, session: Session, choices: Sequence[Choice]) -> None:
         """Put the answers into the session's tree."""
@@ -221,20 +228,25 @@ class Service:
         self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[float], kind: str
     ) -> dict[str, Any]:
         """Log-probs at the sampling temperature; JSON's digits give back the FP32 bits."""
-        tokenizer = self.about.tokenizer
-        names = [f"token_id:{t}" if ask.tokens_as_ids else decoded(tokenizer, [t]) for t in tokens]
+        if ask.tokens_as_ids:
+            texts: list[tuple[str, list[int] | None]] = [(f"token_id:{token}", None) for token in tokens]
+        else:
+            texts = [self._texts.get(token) or self._text_of(token) for token in tokens]
         if kind == "completion":
             return {
-                "tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None,
+                "tokens": [name for name, _ in texts], "token_logprobs": list(logprobs), "top_logprobs": None,
                 "text_offset": None, "token_ids": list(tokens),
             }
         return {"content": [
-            {
-                "token": name, "token_id": token, "logprob": logprob, "top_logprobs": [],
-                "bytes": None if ask.tokens_as_ids or "\ufffd" in name else list(name.encode()),
-            }
-            for name, token, logprob in zip(names, tokens, logprobs, strict=True)
+            {"token": name, "token_id": token, "logprob": logprob, "top_logprobs": [], "bytes": letters}
+            for (name, letters), token, logprob in zip(texts, tokens, logprobs, strict=True)
         ], "refusal": None}
+
+    def _text_of(self, token: int) -> tuple[str, list[int] | None]:
+        """The text of one token, and its bytes; None where these are part of a character. Each is made once."""
+        name = decoded(self.about.tokenizer, [token])
+        found = self._texts[token] = name, None if "\ufffd" in name else list(name.encode())
+        return found
 
     # ---- streams ----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ class Columns:
     template: str | None = None
     keys: str = ""  # "eval_" for the keys of the evaluation data
     needs_answer: bool = True  # whether a row without an answer is a mistake
+    messages: str | None = None  # of whole conversations, where rows hold the answers to learn
 
     def needed(self) -> list[tuple[str, str]]:
         """The columns that a row must have, each with the key that names it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jetrl.chat.fields import Message, message_of
+from jetrl.chat.fields import Message
 from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
 from jetrl.config.task import MAX_DATA_GIB
@@ -22,9 +22,10 @@ from jetrl.hashing import stable_hash
 from jetrl.rewards.function import RewardFunction
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
+from jetrl.tasks.given_rows import given_answer, messages_in
 from jetrl.tasks.protocol import check_params, gold_params
 from jetrl.tasks.row_files import read_jsonl, read_parquet
-from jetrl.tasks.sieve import Sieve
+from jetrl.tasks.sieve import OF_CONVERSATIONS, OF_PROMPTS, Sieve
 from jetrl.types import Problem
 from jetrl.user_code.from_python import NOTHING, FromPython, GivenRows
 
@@ -39,20 +40,22 @@ class FileTask:
 
     def __init__(
         self, config: TaskConfig, seed: int, *, needs_answer: bool = True, hold_out: bool = True,
-        fits: Callable[[Problem], bool] | None = None, own: FromPython = NOTHING,
+        fits: Callable[[Problem], bool] | None = None, own: FromPython = NOTHING, given: bool = False,
     ) -> None:
         """`needs_answer`: rows without an answer are mistakes. `hold_out`: without data for evaluation, some problems
         are kept for it. `fits`: whether a prompt is short enough; a problem whose prompt is not is left out.
-        `own`: rows that a program gave."""
+        `own`: rows that a program gave. `given`: rows hold the answers to learn (`given_rows.py`)."""
         for old, key in (("prompt_key", "prompt_column"), ("answer_key", "answer_column")):
             if old in config.params:
                 raise UserError(f"task.params.{old}: write task.{key} instead.")
         check_params(self.name, config.params, ("gold_template", "check_gold"))
         self.gold_template, self.check_gold = gold_params(config.params)
         self.seed = seed
-        sieves = [Sieve(fits, config.repeated_prompts == "drop") for _ in range(2)]
-        source, problems = _training(config, needs_answer, sieves[0], own)
-        elsewhere = _evaluation(config, needs_answer, sieves[1], own)
+        limit = OF_CONVERSATIONS if given else OF_PROMPTS
+        sieves = [Sieve(fits, config.repeated_prompts == "drop", limit) for _ in range(2)]
+        messages = config.messages_column if given else None
+        source, problems = _training(config, needs_answer, sieves[0], own, messages)
+        elsewhere = _evaluation(config, needs_answer, sieves[1], own, messages)
         held_out: list[Problem]
         if elsewhere is not None:
             where, held_out = elsewhere
@@ -130,10 +133,13 @@ def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Prob
 
 
 def _training(
-    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython
+    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython, messages: str | None
 ) -> tuple[str, list[Problem]]:
     """Where the training problems come from, in words, and the problems."""
-    columns = Columns(config.prompt_column, config.answer_column, config.prompt_template, needs_answer=needs_answer)
+    columns = Columns(
+        config.prompt_column, config.answer_column, config.prompt_template, needs_answer=needs_answer,
+        messages=messages,
+    )
     if config.train_file is not None:
         if (given := own.rows_of("task.train_file", config.train_file)) is not None:
             return given.name, given_problems(given, columns, sieve)
@@ -146,7 +152,7 @@ def _training(
 
 
 def _evaluation(
-    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython
+    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython, messages: str | None
 ) -> tuple[str, list[Problem]] | None:
     """Likewise those for evaluation; None: they are held out of the training problems."""
     template = config.eval_prompt_template
@@ -154,7 +160,7 @@ def _evaluation(
         template = config.prompt_template
     columns = Columns(
         config.eval_prompt_column or config.prompt_column, config.eval_answer_column or config.answer_column, template,
-        "eval_", needs_answer,
+        "eval_", needs_answer, messages,
     )
     if config.eval_file is not None:
         if (given := own.rows_of("task.eval_file", config.eval_file)) is not None:
@@ -223,6 +229,10 @@ def read_problems(
 def _problem(row: Mapping[str, Any], where: str, columns: Columns, padded: bool = False) -> Problem:
     """`padded`: the row comes from a table of Arrow (`chat.message_of`)."""
     prompt, answer = columns.prompt, columns.answer
+    if columns.messages is not None:
+        found = given_answer(row, where, columns.messages, prompt, padded)
+        if found is not None:
+            return found
     for key, setting in columns.needed():
         if key not in row and not (key == "answer" and "reward_model" in row):
             raise UserError(
@@ -244,18 +254,7 @@ def _prompt(value: Any, where: str, key: str, padded: bool) -> str | tuple[Messa
         return value
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: column {key!r} must be a string or chat messages, got {shown(value)}.")
-    return _messages(value, where, key, padded)
-
-
-def _messages(value: list[Any], where: str, key: str, padded: bool) -> tuple[Message, ...]:
-    """Chat messages with all their keys; UserError naming what is wrong."""
-    messages = []
-    for message in value:
-        try:
-            messages.append(message_of(message, padded=padded))
-        except ValueError as error:
-            raise UserError(f"{where}: column {key!r}: {error}, got {shown(message)}.") from error
-    return tuple(messages)
+    return messages_in(value, where, key, padded)
 
 
 def _solution(value: Any, where: str, padded: bool) -> str | tuple[Message, ...] | None:
@@ -264,7 +263,7 @@ def _solution(value: Any, where: str, padded: bool) -> str | tuple[Message, ...]
         return value
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: column 'solution' must be a string or chat messages, got {shown(value)}.")
-    messages = _messages(value, where, "solution", padded)
+    messages = messages_in(value, where, "solution", padded)
     own = [message["role"] == "assistant" for message in messages]
     if not (own[0] and own[-1]) or any(a and b for a, b in itertools.pairwise(own)):
         raise UserError(

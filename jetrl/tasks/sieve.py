@@ -9,6 +9,8 @@ from jetrl.chat.prompts import prompt_key
 from jetrl.errors import UserError
 from jetrl.types import Problem
 
+OF_PROMPTS, OF_CONVERSATIONS = ("prompts", "task.max_prompt_length"), ("conversations", "train.max_length")
+
 
 @dataclass(slots=True)
 class Sieve:
@@ -20,6 +22,7 @@ class Sieve:
 
     fits: Callable[[Problem], bool] | None = None
     distinct: bool = False
+    limit: tuple[str, str] = OF_PROMPTS  # what may be too long, and the key that says so
     overlong: int = 0
     repeated: int = 0
     contradicting: int = 0  # repeated ones that have another answer
@@ -29,9 +32,10 @@ class Sieve:
         """The problems that are left, in order. UserError where there were some and all are too long."""
         kept = [problem for problem in problems if self._passes(problem)]
         if not kept and self.overlong:
+            what, key = self.limit
             raise UserError(
-                f"{source}: all {self.overlong} prompts are longer than task.max_prompt_length, so "
-                'task.overlong_prompts = "drop" leaves none. Raise task.max_prompt_length.'
+                f"{source}: all {self.overlong} {what} are longer than {key}, so "
+                f'task.overlong_prompts = "drop" leaves none. Raise {key}.'
             )
         return kept
 
@@ -52,7 +56,8 @@ class Sieve:
         """What was left out, as parts of a sentence; empty where nothing was."""
         parts = []
         if self.overlong:
-            parts.append(f"{_rows(self.overlong)} of {source} left out: longer prompts than task.max_prompt_length")
+            what, key = self.limit
+            parts.append(f"{_rows(self.overlong)} of {source} left out: longer {what} than {key}")
         if self.repeated:
             others = f" ({self.contradicting} of them with another answer)" if self.contradicting else ""
             parts.append(f"{_rows(self.repeated)} of {source} left out: repeated prompts{others}")

@@ -25,7 +25,7 @@ __all__ = ["TASKS", "RewardFunction", "Task", "build_task", "encode_problem", "e
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a task is built from. `environment` is its name, or empty. The last three are for `FileTask`."""
+    """What a task is built from. `environment` is its name, or empty. The last four are for `FileTask`."""
 
     config: TaskConfig
     seed: int
@@ -34,6 +34,7 @@ class Given:
     needs_answer: bool
     hold_out: bool
     own: FromPython = NOTHING
+    given: Callable[[Problem], object] | None = None
 
 
 # task.name -> its builder
@@ -48,14 +49,14 @@ TASKS: Mapping[str, Callable[[Given], Task]] = {
 
 def build_task(
     config: TaskConfig, seed: int, tokenizer: Any, environment: str | None = None, *, needs_answer: bool = True,
-    hold_out: bool = True, own: FromPython = NOTHING,
+    hold_out: bool = True, own: FromPython = NOTHING, given: Callable[[Problem], object] | None = None,
 ) -> Task:
     """The task that the config names. The tokenizer decides what addition's `style = "auto"` means.
 
     `needs_answer`: whether the reward reads answers. `hold_out` False: a file's rows are all for training.
-    `own`: rows that a program gave.
+    `own`: rows that a program gave. `given`: encodes an answer that a row holds; None: nothing is learned from rows.
     """
-    return TASKS[config.name](Given(config, seed, tokenizer, environment or "", needs_answer, hold_out, own))
+    return TASKS[config.name](Given(config, seed, tokenizer, environment or "", needs_answer, hold_out, own, given))
 
 
 def rows_of_epoch(task: Task) -> int | None:
@@ -80,12 +81,15 @@ def num_eval_shapes_training(config: Config) -> bool:
 
 
 def _file_task(given: Given) -> FileTask:
-    """Without an environment, all prompts are encoded once, so that a bad one stops the run before it begins or is
-    left out. With one, the environment makes the prompts."""
+    """Without an environment, all prompts or given answers are encoded once, so that a bad one stops the run before it
+    begins or is left out. With one, the environment makes the prompts."""
 
     def fits(problem: Problem) -> bool:
         try:
-            encode_problem(problem, given.tokenizer, given.config)
+            if given.given is not None:
+                given.given(problem)
+            else:
+                encode_problem(problem, given.tokenizer, given.config)
         except OverlongPrompt:
             if given.config.overlong_prompts == "error":
                 raise
@@ -94,7 +98,7 @@ def _file_task(given: Given) -> FileTask:
 
     return FileTask(
         given.config, given.seed, needs_answer=given.needs_answer, hold_out=given.hold_out,
-        fits=None if given.environment else fits, own=given.own,
+        fits=None if given.environment else fits, own=given.own, given=given.given is not None,
     )
 
 

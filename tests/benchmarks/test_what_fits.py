@@ -26,7 +26,7 @@ def test_the_page_is_what_is_predicted_now() -> None:
 def test_the_page_on_lora_is_what_is_predicted_now_and_what_it_advises_fits() -> None:
     page = what_fits.LORA_PAGE.read_text(encoding="utf-8")
     assert page == what_fits.placed(page, what_fits.lora_table()), "run python benchmarks/what_fits.py --write"
-    of_name, seen = {name: model for model, name in what_fits.MODELS.items()}, 0
+    of_name, seen = {name: model for model, name in what_fits.LORA_MODELS.items()}, 0
     for row in what_fits.lora_table().splitlines()[2:]:
         name, gpu, _, _, settings, peak, _ = (cell.strip() for cell in row.strip("|").split("|"))
         overrides = [*what_fits.start(1024, 1), *what_fits.ADAPTERS, *re.findall(r"`([^`]+)`", settings)]
@@ -35,7 +35,7 @@ def test_the_page_on_lora_is_what_is_predicted_now_and_what_it_advises_fits() ->
         assert memory.fits(GPUS[gpu.lower()]) == (settings != "does not fit")
         assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
         seen += 1
-    assert seen == 8
+    assert seen == 10
 
 
 @pytest.mark.parametrize("ranks, gpu, rows", TABLES, ids=lambda text: text if len(text) < 5 else "")
@@ -52,6 +52,32 @@ def test_what_the_page_advises_fits(ranks: str, gpu: str, rows: str) -> None:
         memory = predict(config, SHAPES[of_name[name]], int(ranks), room)
         assert memory.fits(room) == (settings != "does not fit"), (name, length, settings)
         assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
+
+
+def test_what_the_page_advises_for_smaller_cards_fits() -> None:
+    of_name, seen = {name: model for model, name in what_fits.CARD_MODELS.items()}, 0
+    for row in what_fits.cards()[4:-1]:
+        assert row in PAGE
+        card, name, *pairs = (cell.strip() for cell in row.strip("|").split("|"))
+        gib, precision = what_fits.CARDS[card]
+        for (settings, peak), more in zip((pairs[:2], pairs[2:]), ((), what_fits.ADAPTERS), strict=True):
+            overrides = [*what_fits.start(1024, 1), f"precision={precision}", *more]
+            overrides += re.findall(r"`([^`]+)`", settings)
+            config = on_gpu(load_config(find_recipe(what_fits.RECIPE), overrides, quiet))
+            memory = predict(config, SHAPES[of_name[name]], 1, int(gib * what_fits.GIB))
+            assert memory.fits(int(gib * what_fits.GIB)) == (settings != "does not fit")
+            assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
+            seen += 1
+    assert seen == 30
+
+
+def test_the_recipe_for_24_gb_fits() -> None:
+    """Its comment says what is predicted."""
+    path = find_recipe("gsm8k_qwen3_0.6b_24gb")
+    room = int(what_fits.CARDS["24 GB, `w8a16`: RTX 3090"][0] * what_fits.GIB)
+    memory = predict(on_gpu(load_config(path, [], quiet)), SHAPES["qwen3-0.6b"], 1, room)
+    assert memory.fits(room) and memory.sequences >= 100
+    assert f"# Memory: {memory.peak / what_fits.GIB:.0f} GiB at the peak, predicted" in path.read_text(encoding="utf-8")
 
 
 def test_the_command_at_the_top_is_a_row_of_the_first_table() -> None:

@@ -91,8 +91,8 @@ def test_a_gpu_that_fails_leaves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(model, precision, device)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
     monkeypatch.setattr(trial, "load_for_parity", loaded)
     first, second = trial.trials()
     assert (first.asked, first.device, first.ok) == ("auto", "cuda", False) and first.certificate is None

@@ -65,7 +65,7 @@ def test_a_machine_without_a_gpu_lacks_nothing(look: Machine) -> None:
 def test_a_cpu_build_of_torch_next_to_a_driver(look: Machine) -> None:
     finding = look(build=None)["GPU"]
     assert finding.level == "bad" and "580.65.06" in finding.found and "built for CPUs" in finding.found
-    assert 'pip install "jetrl[hopper]"' in (finding.cure or "")
+    assert 'pip install "jetrl[gpu]"' in (finding.cure or "")
 
 
 def test_a_driver_that_is_too_old(look: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,8 @@ def test_a_hopper_gpu(look: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     found = look()
     assert list(found) == ["driver", "cuda:0", "packages", "nvcc"] and {f.level for f in found.values()} == {"ok"}
     assert found["driver"].found == "580.65.06, CUDA 13.0 in torch" and found["packages"].found == "hopper"
-    assert found["cuda:0"].found == "NVIDIA G0, compute capability 9.0, 130.0 GiB free of 140.0 GiB"
+    text = "NVIDIA G0, compute capability 9.0, 130.0 GiB free of 140.0 GiB"
+    assert found["cuda:0"].found == f'{text}; runs fp8, w8a16 and bf16 with kernels = "hopper"'
     assert found["nvcc"].found == "CUDA toolkit in /cuda"
     monkeypatch.setattr(gpu, "cuda_toolkit", lambda: None)
     assert look()["nvcc"].level == "bad"
@@ -89,12 +90,26 @@ def test_a_hopper_gpu(look: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_is_not_hopper(look: Machine) -> None:
     """The doctor and a run agree: what is bad here is a reason of `refusals`."""
-    finding = look(capability=(8, 0))["cuda:0"]
-    assert finding.level == "bad" and "need 9.0 (H100, H200)" in finding.found
+    finding = look(capability=(7, 5))["cuda:0"]
+    assert finding.level == "bad" and "need 8.0 or more" in finding.found
     assert finding.cure == 'set device = "cpu": "auto" takes the GPU and stops'
-    assert any("NVIDIA G0 has 8.0" in reason for reason in support.refusals())
+    for backend in ("hopper", "triton"):
+        assert any("NVIDIA G0 has 7.5" in reason for reason in support.refusals(backend))
     look(capability=(9, 0))
     assert not any("compute capability" in reason for reason in support.refusals())
+
+
+@pytest.mark.parametrize(("capability", "words"), [
+    ((8, 0), 'runs w8a16 and bf16 with kernels = "triton"; its tensor cores have no FP8'),
+    ((8, 9), 'runs fp8, w8a16 and bf16 with kernels = "triton"'),
+    ((10, 0), 'runs fp8, w8a16 and bf16 with kernels = "triton"'),
+])
+def test_other_gpus_need_neither_nvcc_nor_hoppers_libraries(
+    look: Machine, capability: tuple[int, int], words: str
+) -> None:
+    found = look(capability=capability)
+    assert list(found) == ["driver", "cuda:0", "packages"] and {f.level for f in found.values()} == {"ok"}
+    assert found["cuda:0"].found.endswith(words) and found["packages"].found == "gpu"
 
 
 def test_a_gpu_that_others_hold(look: Machine) -> None:

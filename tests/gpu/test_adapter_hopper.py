@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetrl.kernels.adapters import triton as kernels
+from jetrl.kernels.adapters.triton import CHAIN, FEW
+from jetrl.kernels.quantize.ops import quantize_act
 from jetrl.model.adapter import Adapter, draw_adapters, without_adapters
 from jetrl.model.master import accumulate_in
 from jetrl.model.sharding import fill
@@ -50,11 +53,16 @@ def test_rows_do_not_depend_on_the_batch(rank: int, size: tuple[int, tuple[int, 
     adapter, rows = adapter_of(rank, size), 513
     x, y = drawn(rows, size[0]), drawn(rows, sum(size[1]), seed=1)
     with torch.no_grad():
-        whole = adapter(x, y)
-        for m in (1, 2, 7, 16, 17, 64, 65, 128, 129, 256, 512):
+        whole = adapter(x, y.clone())  # it takes the place of y
+        assert rows > FEW and not torch.equal(whole, y)
+        for m in (1, 2, 7, 16, 17, 64, 65, 128, 129, 256, 257, 512):  # up to FEW, each chain has a program of its own
             for start in (0, rows - m):
                 part = slice(start, start + m)
-                assert torch.equal(adapter(x[part], y[part]), whole[part]), f"{m} rows from {start} on"
+                assert torch.equal(adapter(x[part], y[part].clone()), whole[part]), f"{m} rows from {start} on"
+                if m == 17:
+                    codes, want = adapter.begin(x[part], True).codes, quantize_act(x[part], True)
+                    assert codes is not None and torch.equal(codes.scale, want.scale)
+                    assert torch.equal(codes.codes.view(torch.uint8), want.codes.view(torch.uint8))
     with torch.enable_grad():
         assert torch.equal(adapter(x, y), whole)
 
@@ -78,6 +86,20 @@ def test_values_and_gradients_against_float64(size: tuple[int, tuple[int, ...], 
         assert float((ours.double() - exact).norm() / exact.norm()) < 1e-2
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bits_are_those_of_chains_added_in_order(size: tuple[int, tuple[int, ...], tuple[int, ...]]) -> None:
+    """A product of one chain alone, by the same kernel, is what the tensor core makes of it; their sum is the text of
+    `kernels/adapters/triton.py`. And each element is near the exact sum."""
+    adapter, x = adapter_of(16, size), drawn(40, size[0])
+    a, total = adapter.a.published, torch.zeros(40, 16 * len(size[2]), device=CUDA)
+    for start in range(0, size[0], CHAIN):
+        part = slice(start, start + CHAIN)
+        total = total + kernels._shrink(x[:, part].contiguous(), a[:, part].contiguous(), True)[0]
+    assert torch.equal(adapter.shrink(x), total.bfloat16())
+    exact = x.double() @ a.double().T
+    assert float((total.double() - exact).norm() / exact.norm()) < 1e-5
+
+
 def _edges(sections: tuple[int, ...]) -> list[tuple[int, int]]:
     ends = torch.tensor(sections).cumsum(0).tolist()
     return list(zip([0, *ends], ends, strict=False))
@@ -89,7 +111,7 @@ def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
     """Packed, chunked, decoded in graphs, with pages that samples share, with drafts; and the adapters are seen."""
     spec = replace(SHAPES[shape], num_layers=2)
     with torch.device("meta"):
-        model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"])))
+        model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"], expert_rank=8)))
     fill(model, model.random_values(0), CUDA)
     model.to(CUDA)
     draw_adapters(model, 1)
@@ -99,6 +121,29 @@ def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
     batch = varlen([torch.arange(100, device=CUDA), torch.arange(7, device=CUDA)])
     with torch.no_grad():
         assert not torch.equal(model(batch), without_adapters(model)(batch))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_gradients_of_experts_adapters_are_those_of_a_cpu(precision: str) -> None:
+    """Within what BF16 gradients and other sums move."""
+    spec = replace(SHAPES["tiny-moe"], num_layers=1)
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.device("meta"):
+            model = Transformer(spec, build_recipe(precision, 1, lora=Lora(16, 32.0, GROUPS["all"], expert_rank=8)))
+        fill(model, model.random_values(0), torch.device(device))
+        model.to(device)
+        draw_adapters(model, 1)
+        model.publish()
+        accumulate_in(model, torch.float32)
+        tokens = torch.arange(300, device=device) % spec.vocab_size
+        batch = varlen([tokens[:173], tokens[173:]])
+        model.token_logprobs(model(batch), batch.tokens.roll(-1), 1.0)[0].mean().backward()
+        found.append({n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None})
+    cpu, gpu = found
+    assert cpu.keys() == gpu.keys() and any("mlp.down.lora.b" in name for name in cpu)
+    for name, want in cpu.items():
+        assert float((gpu[name] - want).norm() / want.norm()) < 0.15, name
 
 
 def test_graphs_read_adapters_that_were_published_again() -> None:

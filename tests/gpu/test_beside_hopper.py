@@ -44,6 +44,8 @@ def test_a_copy_waits_for_the_work_before_it_and_runs_beside_the_work_after_it()
     pytest.param({"train.optimizer_dtype": "bfloat16", "train.offload_optimizer": True}, id="offloaded moments"),
 ])
 def test_the_files_are_those_of_a_run_that_waits(changes: dict[str, Any], tmp_path: Path) -> None:
+    if changes.get("train.optimizer_dtype") == "8bit":
+        pytest.importorskip("torchao")
     each = GPU | changes | {"checkpoint.save_interval": 1}
     waits = tiny_run(tmp_path, each | {"checkpoint.background": "off"}, "waits")
     runs = tiny_run(tmp_path, each | {"checkpoint.background": "on"}, "runs")

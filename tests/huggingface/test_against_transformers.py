@@ -40,6 +40,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "llama", "hidden_size": 72, "intermediate_size": 200, "num_attention_heads": 9,
        "num_key_value_heads": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "qwen3_moe": MOE | {"norm_topk_prob": True},
+    # Three layers of Gated DeltaNet with two value heads for a key head, and attention with 8 of 32 places rotated.
+    "qwen3_5_text": SIZES
+    | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
+       "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32},
     # Layers 1 and 3 have experts by the step, layer 3 is an MLP by its mention.
     "qwen3_moe, mixed": MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
 }

@@ -91,6 +91,7 @@ def test_a_download_that_broke_off_is_completed(server: Hub, monkeypatch: pytest
     ("files", "message"),
     [
         ({**SMALL, "pytorch_model.bin": b"1"}, r"acme/x has no model.safetensors on the hub.*It has .*pytorch_model"),
+        ({"adapter_config.json": b"{}"}, "acme/x holds adapters .*hf download acme/x --local-dir adapters`, then give"),
         ({"x.gguf": b"1"}, "acme/x has no config.json on the hub, so it is not a transformers model. It has x.gguf"),
     ],
 )

@@ -74,18 +74,6 @@ def test_add() -> None:
     check("add", pointwise.add, lambda x, y: x + y, [normal(40, 64), normal(40, 64, seed=1)])
 
 
-def test_add_scaled() -> None:
-    """An FP32 product, an FP32 sum, one rounding: never a product that is rounded to BF16, nor a fused one."""
-    x, y, scale = normal(40, 64), torch.randn(40, 64, generator=torch.Generator().manual_seed(3)), 32 / 24**0.5
-    got = pointwise.add_scaled(x, y, scale, torch.empty_like(x))
-    product = (y.double() * float(torch.tensor(scale))).float()
-    assert_bitwise_equal(got, (x.double() + product.double()).float().bfloat16())
-    wide = torch.zeros(40, 100, dtype=torch.bfloat16)
-    assert_bitwise_equal(pointwise.add_scaled(x[3:4], y[3:4], scale, wide[3:4, 20:84]), got[3:4])
-    assert not wide[:, :20].any() and not wide[:3].any() and not wide[:, 84:].any()
-    assert not torch.equal(got, x + (y * scale).bfloat16())
-
-
 def test_fused_residual_norm_is_the_two_operators_bit_for_bit() -> None:
     x, residual, weight = normal(9, 96), normal(9, 96, seed=1, scale=4), normal(96, seed=2)
     total = pointwise.add(x, residual)

@@ -17,6 +17,7 @@ from jetrl.kernels.registry import Backend, Op, tables
 ROOT = Path(__file__).parents[2]
 ROWS = [op for rows in tables().values() for op in rows]
 FOLDERS = {
+    "adapters": "jetrl.kernels.adapters.table",
     "attention": "jetrl.kernels.attention.table", "experts": "jetrl.kernels.experts.table",
     "gemm": "jetrl.kernels.gemm.table", "logprob": "jetrl.kernels.logprob.table",
     "pointwise": "jetrl.kernels.pointwise.table", "quantize": "jetrl.kernels.quantize.table",
@@ -86,12 +87,22 @@ def test_what_a_row_says_of_a_backend() -> None:
 
 
 def test_which_backends_do_without_what() -> None:
+<<<<<<< HEAD
     """What draws on a CPU is no op; the second GEMM backend has neither experts nor latent attention, whose
     models all have experts. All else is everywhere."""
     without = {b: {op.name for op in ROWS if op.module(b) is None} for b in dispatch.DEVICE_OF}
     assert without["reference"] == {"sample"} and without["hopper"] == set()
     latent = {op.name for op in tables()["attention"] if "latent" in op.name}
     assert without["hopper_scaled_mm"] == {op.name for op in tables()["experts"]} | latent
+=======
+    """What draws on a CPU is no op; the second GEMM backend has no experts. Gated DeltaNet and latent attention are a
+    CPU's. All else is everywhere."""
+    without = {b: {op.name for op in ROWS if op.module(b) is None} for b in dispatch.DEVICE_OF}
+    assert without["reference"] == {"sample"} and without["hopper"] == (
+        delta := {op.name for op in tables()["delta"]} | {op.name for op in ROWS if "latent" in op.name}
+    )
+    assert without["hopper_scaled_mm"] == {op.name for op in tables()["experts"]} | delta
+>>>>>>> h/int
 
 
 def test_an_op_that_a_backend_lacks_is_an_error_that_names_both() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,19 +79,63 @@ def test_wrong_versions_are_one_message(
     text = str(caught.value)
     assert all(word in text for word in words) and text.count("needs ==") == len(words)
     assert 'pip install "jetrl[hopper]"' in text
-    assert dispatch._serving["cuda"] == "hopper" and dispatch._serving["cpu"] == "reference"
+    assert dispatch._serving["cuda"] == "auto" and dispatch._serving["cpu"] == "reference"
 
 
 def test_other_gpus_and_machines_without_one(machine: Machine) -> None:
     machine(capability=(8, 0))
-    with pytest.raises(UserError, match=r'9\.0 \(H100, H200\), and NVIDIA Something has 8\.0: set device = "cpu"'):
+    with pytest.raises(UserError, match=r'9\.0 \(H100, H200\), and NVIDIA Something has 8\.0: set kernels = "triton"'):
         dispatch.select("hopper")
+    machine(capability=(7, 5))
+    with pytest.raises(UserError, match=r'9\.0 \(H100, H200\), and NVIDIA Something has 7\.5: set device = "cpu"'):
+        dispatch.select("hopper")
+    with pytest.raises(UserError, match=r'8\.0 or more \(A100.*\), and NVIDIA Something has 7\.5: set device = "cpu"'):
+        dispatch.select("triton")
     machine(capability=None)
     with pytest.raises(UserError, match=r'no GPU: set device = "cpu"'):
         dispatch.load_backend("hopper")
     assert dispatch.load_backend("reference").fp8_gemm, "the CPU's kernels need nothing of this"
     support.require("a backend for other GPUs")
-    assert set(support.BACKENDS) == {name for name, device in dispatch.DEVICE_OF.items() if device == "cuda"}
+    every = {name for name, device in dispatch.DEVICE_OF.items() if device == "cuda"}
+    assert {*support.BACKENDS, support.PORTABLE} == every
+
+
+def test_portable_kernels_need_torch_and_triton_alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not nvcc, nor the libraries of Hopper."""
+    monkeypatch.setattr(support, "cuda_toolkit", lambda: None)
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        machine(capability=capability, sgl_deep_gemm=None, flash_attn_4=None, nvidia_cutlass_dsl=None)
+        assert support.refusals("triton") == ()
+    machine(capability=(8, 9), triton="3.4.0", torch="2.8.0")
+    with pytest.raises(UserError, match=r"the triton kernels cannot .*torch 2\.8\.0.*triton 3\.4\.0.*jetrl\[gpu\]"):
+        support.require("triton")
+    machine(capability=None)
+    with pytest.raises(UserError, match='torch sees no GPU: set device = "cpu"'):
+        support.require("triton")
+
+
+def test_fp8_where_tensor_cores_lack_it_names_w8a16(machine: Machine) -> None:
+    machine(capability=(8, 6))
+    for precision in ("fp8", "fp8_rollout"):
+        with pytest.raises(UserError, match=r'begin with .* 8\.9 .* has 8\.6\. Set precision = "w8a16"'):
+            support.require_precision("triton", precision)
+    support.require_precision("triton", "w8a16")
+    support.require_precision("triton", "bf16")
+    machine(capability=(8, 9))
+    support.require_precision("triton", "fp8")
+
+
+def test_auto_takes_the_kernels_of_the_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, kernels in (((9, 0), "hopper"), ((8, 0), "triton"), ((12, 0), "triton")):
+        machine(capability=capability)
+        monkeypatch.setattr(dispatch, "load_backend", lambda name: name)
+        monkeypatch.setattr(dispatch, "_serving", {"cpu": "reference", "cuda": "auto"})
+        assert support.capability() == capability and support.extra_for(capability) == {"hopper": "hopper"}.get(
+            kernels, "gpu"
+        )
+        like = SimpleNamespace(device=torch.device("cuda"))
+        assert dispatch.backend_of(like) == kernels and dispatch.definition("hopper") == ""
+    assert dispatch.definition("triton") == "triton 1 sm_120 mma keys 64"
 
 
 def test_a_dry_run_on_a_gpu_finds_wrong_versions(machine: Machine, tmp_path: Path) -> None:

@@ -159,11 +159,11 @@ def test_the_sum_over_experts_has_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert certify(model_of("bf16", dtype=torch.float32), WORK, "test", lambda text: None).ok
     right = moe.moe.combine
 
-    def other(y: Tensor, weights: Tensor, groups: Any, shared: None) -> Tensor:
+    def other(y: Tensor, weights: Tensor, groups: Any, shared: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled():
-            return right(y, weights, groups)
+            return right(y, weights, groups, shared)
         flipped = replace(groups, rows=groups.rows.flip(1))
-        return right(y, weights.flip(1), flipped)
+        return right(y, weights.flip(1), flipped, shared)
 
     monkeypatch.setattr(moe.moe, "combine", other)
     result = certify(model_of("bf16", dtype=torch.float32), WORK, "test", lambda text: None)

@@ -242,17 +242,20 @@ def test_the_recipe_of_the_large_mixture_fits_two_h200() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [
-    ("gsm8k_qwen3_8b_lora", "qwen3-8b"), ("gsm8k_qwen3_32b_lora", "qwen3-32b"),
+    ("gsm8k_qwen3_8b_lora", "qwen3-8b"), ("gsm8k_qwen3_32b_lora", "qwen3-32b"), ("llama3.3_70b_lora", "llama-3.3-70b"),
 ])
-def test_the_recipes_with_adapters_fit_one_h100(name: str, shape: str) -> None:
-    """And their head comments say what is predicted."""
-    room = GPUS["h100"]
+def test_the_recipes_with_adapters_fit_one_gpu(name: str, shape: str) -> None:
+    """And their head comments say which, and what is predicted."""
+    room = H200 if shape == "llama-3.3-70b" else GPUS["h100"]
     predicted, text = predict(config_of(recipe=name), SHAPES[shape], 1, room), find_recipe(name).read_text()
     assert predicted.fits(room) and predicted.sequences >= 160 and predicted.host == 0
     assert f"Memory: {round(predicted.peak / GIB)} GiB at the peak, predicted" in text
     if shape == "qwen3-8b":
         less = predicted.peak - predict(config_of("precision=fp8", recipe=name), SHAPES[shape], 1, room).peak
         assert f"precision=fp8 takes {round(less / GIB)} GiB less" in text
+    elif room == H200:
+        assert "on one 141 GB H200" in text and not predicted.fits(GPUS["h100"])
+        assert f"takes {round(predicted.published / GIB)} GiB of the GPU" in text
     else:
         more = ("train.activation_checkpointing=false", "train.max_tokens_per_gpu=4096")
         large = predict(config_of(*more, recipe=name), SHAPES[shape], 1, H200)

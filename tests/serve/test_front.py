@@ -20,6 +20,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs OpenAI's client: the extra dev")
 
 from jetrl import UserError  # noqa: E402
+from jetrl.serve import pipe  # noqa: E402
 from jetrl.serve.address import FrontSettings, listen  # noqa: E402
 from jetrl.serve.front import SILENCE  # noqa: E402
 from jetrl.serve.server import running_front, serve  # noqa: E402
@@ -114,6 +115,12 @@ def test_a_stream_says_what_the_whole_answer_says(server: Served, client: Any, n
     assert logprobs == [[one.logprob for one in choice.logprobs.content] for choice in whole.choices]
     assert ends == [choice.finish_reason for choice in whole.choices]
     assert counts is not None and counts.completion_tokens == whole.usage.completion_tokens
+
+
+def test_answers_are_the_same_json_with_and_without_orjson() -> None:
+    values = [-0.1, 1e-45, float(np.float32(-3.4e38)), 0, 2**64 - 1, -(2**63), "ä\n\u2028\"", None, True, {"a": []}]
+    http = pytest.importorskip("jetrl.serve.http")
+    assert json.loads(http.compact_json(values)) == json.loads(http.slow_json(values)) == values
 
 
 def test_the_async_client(server: Served) -> None:
@@ -422,7 +429,7 @@ def test_an_end_of_either_process_is_told(server: Served) -> None:
     with running_front(listener, server.about, FrontSettings()) as front:  # and no engine at the other end
         asking = threading.Thread(target=lambda: answers.append(call(f"{front.url}/v1/completions", COMPLETION)))
         asking.start()
-        assert json.loads(front.connection.recv_bytes())["tokens"] == server.about.tokenizer.encode("a")
+        assert pipe.receive(front.connection)["tokens"].tolist() == server.about.tokenizer.encode("a")
         front.connection.close()
         asking.join(250)
         ((status, answer),) = answers

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.kernels.launch import E4M3, LAUNCH, begin
+from jetrl.kernels.quantize.e4m3 import values_of
 from jetrl.kernels.quantize.triton import _FLOOR_BITS, abs_bits, encode, scale_from
 from jetrl.types import LayerCache
 
@@ -27,9 +28,11 @@ def stored(x, scale, CODES: tl.constexpr):
     """What is stored for the FP32 `x`: the bytes of its E4M3 codes, or their values, exact in BF16."""
     codes = encode(x, scale)
     if CODES:
-        return codes.to(tl.uint8, bitcast=True)
+        return codes
+    elif E4M3:
+        return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(tl.bfloat16)
     else:
-        return (codes.to(tl.float32) * scale).to(tl.bfloat16)
+        return (values_of(codes) * scale).to(tl.bfloat16)
 
 
 @triton.jit

@@ -6,16 +6,20 @@ from functools import partial
 
 from jetrl.kernels.registry import Op
 
+<<<<<<< HEAD
 _latent = partial(
     Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None
 )
+=======
+_attend = partial(Op, reference="attention.reference", hopper="attention.flash", triton="attention.portable")
+>>>>>>> h/int
 
 OPS = (
-    Op("attend", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_backward", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_cached", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_cached_quantize", reference="attention.reference", hopper="attention.flash"),
-    Op("attend_varlen", reference="attention.reference", hopper="attention.flash"),
+    _attend("attend"),
+    _attend("attend_backward"),
+    _attend("attend_cached"),
+    _attend("attend_cached_quantize"),
+    _attend("attend_varlen"),
     Op("advance", reference="attention.reference", hopper="attention.advance"),
     Op("round_heads", reference="reference", hopper="attention.cache"),
     Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),

@@ -64,13 +64,16 @@ def spare_imports() -> None:
 
 
 @contextmanager
-def recording(emit: Emit, most_rows: int = 1) -> Iterator[None]:
+def recording(emit: Emit, most_rows: int = 1, libraries: bool = True) -> Iterator[None]:
     """Within it, kernels are neither compiled nor launched, and `emit` gets a job for each call.
 
-    `most_rows`: a GEMM's jobs are those for 1 to so many rows, whatever number of rows is seen.
+    `most_rows`: a GEMM's jobs are those for 1 to so many rows, whatever number of rows is seen. Without `libraries`
+    nothing but Triton's kernels will be called, and no library has to be there.
     """
     with ExitStack() as stack:
-        for one in (*_filled(), *_triton(emit), *_deepgemm(emit, most_rows), *_flash(emit)):
+        for one in (*_filled(), *_triton(emit)):
+            stack.enter_context(one)
+        for one in (*_deepgemm(emit, most_rows), *_flash(emit)) if libraries else ():
             stack.enter_context(one)
         yield
 

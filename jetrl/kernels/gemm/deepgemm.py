@@ -8,13 +8,11 @@ Legend: `M` rows (tokens), `N`, `K` output and reduction size; a prime marks a p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from jetrl.kernels.gemm import choice
-from jetrl.kernels.gemm.operands import PreparedFP8, gather, left_operand, rows_to, whole_rows
+from jetrl.kernels.gemm.operands import PreparedBF16, PreparedFP8, gather, left_operand, rows_to, whole_rows
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.support import broken
 from jetrl.kernels.update.triton import add_rounded
@@ -25,14 +23,6 @@ except (ImportError, OSError) as error:
     raise broken("sgl-deep-gemm", error) from error
 
 deep_gemm.set_pdl(True)  # see `launch.py`
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBF16:
-    """A BF16 weight [N', K] with `size` = N."""
-
-    weight: Tensor
-    size: int
 
 
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
@@ -89,22 +79,6 @@ def _add_wgrad(dy_t: QTensor, x_t: QTensor, out: Tensor) -> None:
     deep_gemm.fp8_gemm_nt(
         (a, dy_t.scale), (b, x_t.scale), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True
     )
-
-
-def prepare_bf16(w: Tensor, held: PreparedBF16 | None = None) -> PreparedBF16:
-    """The BF16 operand: the weight itself; rows are padded to a multiple of 8, as the output's rows must be aligned.
-
-    With `held`, the operand keeps its address: captured graphs read it.
-    """
-    if held is not None:
-        if held.weight.data_ptr() != w.data_ptr():
-            held.weight[: w.shape[0]].copy_(w)
-        return held
-    rest = -w.shape[0] % 8
-    if w.shape[1] % 8:
-        raise ValueError(f"BF16 GEMMs on Hopper need an input size that is a multiple of 8, got {w.shape[1]}")
-    weight = w.contiguous() if not rest else torch.cat([w, w.new_zeros(rest, w.shape[1])])
-    return PreparedBF16(weight, w.shape[0])
 
 
 def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""FP8 operands as the GEMM libraries read them: rows of whole blocks, zeros where a block is cut short.
+"""Operands as the GEMMs of a GPU read them. FP8: rows of whole blocks, zeros where a block is cut short.
 
 Sizes that are not a multiple of 128 are padded here, codes and scales alike, never computed in another precision. If a
 projection inside a fused weight ends in a partial block, its rows (fprop) or columns (dgrad) are spread to whole blocks
@@ -25,6 +25,14 @@ class PreparedFP8:
     scale: Tensor
     rows: tuple[int, ...]  # sizes of the sections along N
     cols: tuple[int, ...]  # sizes of the sections along K
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBF16:
+    """A BF16 weight [N', K] with `size` = N."""
+
+    weight: Tensor
+    size: int
 
 
 def whole_rows(codes: Tensor) -> Tensor:
@@ -103,3 +111,19 @@ def prepare_fp8_t(q: QTensor, held: PreparedFP8 | None = None) -> PreparedFP8:
         return held
     codes = rows_to(transpose_codes(q.codes, q.row_sections), 16)
     return PreparedFP8(codes, q.scale.T.contiguous(), q.col_sections, q.row_sections)
+
+
+def prepare_bf16(w: Tensor, held: PreparedBF16 | None = None) -> PreparedBF16:
+    """The BF16 operand: the weight itself; rows are padded to a multiple of 8, as the output's rows must be aligned.
+
+    With `held`, the operand keeps its address: captured graphs read it.
+    """
+    if held is not None:
+        if held.weight.data_ptr() != w.data_ptr():
+            held.weight[: w.shape[0]].copy_(w)
+        return held
+    rest = -w.shape[0] % 8
+    if w.shape[1] % 8:
+        raise ValueError(f"BF16 GEMMs on a GPU need an input size that is a multiple of 8, got {w.shape[1]}")
+    weight = w.contiguous() if not rest else torch.cat([w, w.new_zeros(rest, w.shape[1])])
+    return PreparedBF16(weight, w.shape[0])

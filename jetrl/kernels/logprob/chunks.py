@@ -1,11 +1,12 @@
-"""Log-probs and their gradient on Hopper, by chunks of rows: GEMMs of DeepGEMM, kernels of `triton.py` in between."""
+"""Log-probs and their gradient on a GPU, by chunks of rows: the backend's GEMMs, kernels of `triton.py` in between."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from jetrl.kernels.gemm.deepgemm import PreparedBF16, add_outer, bf16_gemm, prepare_bf16
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gemm.operands import PreparedBF16
 from jetrl.kernels.logprob import ops as logprob_ops
 from jetrl.kernels.logprob import triton as triton_logprob
 from jetrl.kernels.logprob.truncation import Support
@@ -16,7 +17,7 @@ KEPT_BYTES = logprob_ops.KEPT_BYTES
 
 
 def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
-    return bf16_gemm(hidden, w, torch.float32)
+    return backend_of(hidden).bf16_gemm(hidden, w, torch.float32)
 
 
 def _rows_at_once(vocab: int, elements: int) -> int:
@@ -69,7 +70,7 @@ def logprob_backward(
     matrix.
     """
     assert statistics is not None
-    w = prepare_bf16(weight)
+    w = backend_of(weight).prepare_bf16(weight)
     vocab, count = weight.shape[0], hidden.shape[0]
     d_hidden, total = torch.empty_like(hidden), d_weight
     if d_weight is not None and (d_weight.dtype != torch.float32 or d_weight.shape != w.weight.shape):
@@ -93,7 +94,7 @@ def logprob_backward(
         torch.mm(dz, weight, out=d_hidden[part])
         if total is not None:
             whole = dz.as_strided((dz.shape[0], dz.stride(0)), (dz.stride(0), 1))  # with the zero columns of padding
-            add_outer(total, whole, hidden[part].contiguous())
+            backend_of(total).bf16_wgrad_into(whole, hidden[part].contiguous(), total)
             del whole
         del z, dz
     if total is not None and total is not d_weight:
@@ -111,4 +112,5 @@ def _head_gradient(
     product = torch.mm(residual[:, : weight.shape[0]], weight, out_dtype=torch.float32)
     torch.mul(product, factor, out=d_hidden[part])  # in FP32, rounded on storing
     if total is not None:
-        add_outer(total, residual, torch.mul(hidden[part], factor, out=torch.empty_like(hidden[part])))
+        scaled = torch.mul(hidden[part], factor, out=torch.empty_like(hidden[part]))
+        backend_of(total).bf16_wgrad_into(residual, scaled, total)

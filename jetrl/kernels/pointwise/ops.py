@@ -78,13 +78,6 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return _Add.apply(x, y)
 
 
-def add_scaled(x: Tensor, y: Tensor, scale: float, out: Tensor) -> Tensor:
-    """`x + scale * y` of `x` [T, N] and `y` [T, N] in FP32, in FP32, and rounded into `out`, which may be columns of a
-    wider tensor, as `x` may. It has no gradient of its own."""
-    assert y.dtype == torch.float32 and x.shape == y.shape == out.shape and x.dtype == out.dtype
-    return backend_of(x).add_scaled(x, y, scale, out)
-
-
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, master: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ OPS = (
     Op("rms_norm_backward", reference="pointwise.reference", hopper="pointwise.triton"),
     Op("add_rms_norm", reference="pointwise.reference", hopper="pointwise.triton"),
     Op("add", reference="reference", hopper="pointwise.triton"),
-    Op("add_scaled", reference="reference", hopper="pointwise.triton"),
     Op("rope", reference="reference", hopper="pointwise.triton"),
     Op("rope_backward", reference="pointwise.reference", hopper="pointwise.triton"),
     Op("swiglu", reference="reference", hopper="pointwise.swiglu"),

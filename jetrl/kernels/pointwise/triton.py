@@ -175,16 +175,6 @@ def _add_kernel(x, y, out, num_cols, x_stride, y_stride, B: tl.constexpr):
 
 
 @triton.jit
-def _add_scaled_kernel(x, y, out, scale, num_cols, x_stride, y_stride, out_stride, B: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * B + tl.arange(0, B)
-    inside = cols < num_cols
-    a = tl.load(x + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(y + row * y_stride + cols, mask=inside, other=0.0)
-    tl.store(out + row * out_stride + cols, (a + b * scale).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
 def _rope_kernel(
     x, cos, sin, out, heads, x_stride, x_head_stride, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -297,18 +287,6 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[0]:
         _add_kernel[(x.shape[0], triton.cdiv(x.shape[1], block))](
             x, y, out, x.shape[1], x.stride(0), y.stride(0) if y.ndim == 2 else 0, B=block, num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return out
-
-
-def add_scaled(x: Tensor, y: Tensor, scale: float, out: Tensor) -> Tensor:
-    """`reference.add_scaled`; rows of each may be parts of longer ones. The product is rounded before it is added."""
-    assert x.ndim == 2 and x.stride(1) == y.stride(1) == out.stride(1) == 1
-    block = min(2048, triton.next_power_of_2(x.shape[1]))
-    if x.shape[0]:
-        _add_scaled_kernel[(x.shape[0], triton.cdiv(x.shape[1], block))](
-            x, y, out, scale, x.shape[1], x.stride(0), y.stride(0), out.stride(0), B=block, num_warps=4,
             enable_fp_fusion=False,
         )
     return out

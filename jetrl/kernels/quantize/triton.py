@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jetrl.kernels.launch import LAUNCH, ON_GPU, begin
 from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.kernels.quantize.e4m3 import codes_of
 from jetrl.precision.formats import BLOCK
 
 _FLOOR_BITS = 0x2B8CBCCC  # bits of FP32 1e-12, `formats.AMAX_FLOOR`
@@ -131,8 +132,28 @@ def widened(x, FP8: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def encode(x, scale):
-    """`reference.encode`. The conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23)."""
-    return corrected(x, scale).to(tl.float8e4nv)
+    """`reference.encode`, as bytes. The conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23)."""
+    return codes_of(corrected(x, scale))
+
+
+@triton.jit
+def quantize_group(
+    x, codes, scale, rows, group, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr,
+):
+    """One group of 128 columns of some `rows`."""
+    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    cols = group * 128 + tl.arange(0, 128)
+    alive = rows < num_rows
+    v = tl.load(
+        x + rows[:, None] * x_stride + cols[None, :], mask=alive[:, None] & (cols < num_cols)[None, :], other=0.0
+    ).to(tl.float32)
+    s = scale_from(tl.max(abs_bits(v), axis=1), FLOOR, POW2)
+    tl.store(
+        codes + rows[:, None] * codes_stride + cols[None, :], codes_of(quotient(v, s[:, None], BF16)),
+        mask=alive[:, None] & (cols < written_cols)[None, :],
+    )
+    tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=alive)
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -141,21 +162,12 @@ def _rows_kernel(
     FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):
     """One group of 128 columns of R rows."""
-    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    group = tl.program_id(1)
-    cols = group * 128 + tl.arange(0, 128)
-    alive = rows < num_rows
-    v = tl.load(
-        x + rows[:, None] * x_stride + cols[None, :], mask=alive[:, None] & (cols < num_cols)[None, :], other=0.0
-    ).to(tl.float32)
-    s = scale_from(tl.max(abs_bits(v), axis=1), FLOOR, POW2)
-    tl.store(
-        codes + rows[:, None] * codes_stride + cols[None, :], quotient(v, s[:, None], BF16).to(tl.float8e4nv),
-        mask=alive[:, None] & (cols < written_cols)[None, :],
+    quantize_group(
+        x, codes, scale, rows, tl.program_id(1), num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+        FLOOR, POW2,
     )
-    tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=alive)
 
 
 @triton.jit
@@ -174,7 +186,7 @@ def pack4(a, b, c, d):
 
 @triton.jit
 def _byte(x):
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
+    return codes_of(x).to(tl.uint32)
 
 
 @triton.jit
@@ -250,7 +262,7 @@ def _blocks_kernel(
         v = to_bf16(v)
     s = scale_from(tl.max(tl.max(abs_bits(v), axis=1), axis=0), FLOOR, POW2)
     tl.store(
-        codes + rows[:, None] * codes_stride + cols[None, :], quotient(v, s, BF16).to(tl.float8e4nv),
+        codes + rows[:, None] * codes_stride + cols[None, :], codes_of(quotient(v, s, BF16)),
         mask=alive[:, None] & (cols < written_cols)[None, :],
     )
     tl.store(scale + (first_block + block) * scale_stride + group, s)
@@ -295,7 +307,8 @@ def _quantize_section(x: Tensor, codes: Tensor, scale: Tensor, pow2: bool, writt
     r, warps = (32, 2) if x.shape[0] >= 4096 else (8, 4)
     grid = (triton.cdiv(x.shape[0], r), scale.shape[1])
     _rows_kernel[grid](
-        x, codes, scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0), scale.stride(1),
+        x, codes.view(torch.uint8), scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0),
+        scale.stride(1),
         FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
     )
 
@@ -359,8 +372,9 @@ def quantize_weight(
     for size in sections if has_gaps(sections) else (w.shape[0],):  # without gaps blocks are 128 apart throughout
         blocks = triton.cdiv(size, BLOCK)
         _blocks_kernel[(blocks, groups)](
-            w, codes, scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0), codes.stride(0),
-            scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, ROUND=rounds, num_warps=8, enable_fp_fusion=False,
+            w, codes.view(torch.uint8), scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0),
+            codes.stride(0), scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, ROUND=rounds, num_warps=8,
+            enable_fp_fusion=False,
         )
         start, block = start + size, block + blocks
     return out

@@ -113,11 +113,12 @@ def needs(config: Config, spec: ModelSpec, gpu: str, trains: bool) -> dict[str, 
         key: mark.decides(value_of(config, key)) for key, mark in marked(Kernels).items()
         if trains or not key.startswith("train.")
     }
+    extra = support.PORTABLE_EXTRA if config.kernels == support.PORTABLE else support.EXTRA
     return {
         "settings": settings, "trains": trains, "longest": config.longest,
         "jetrl": (__version__, sources()), "gpu": gpu, "torch": torch.__version__,
         "toolkit": str(support.cuda_toolkit()),
-        "packages": [f"{p.name} {p.found}" for p in packages(support.EXTRA)],
+        "packages": [f"{p.name} {p.found}" for p in packages(extra)],
         "caches": {name: str(path) for name, path in support.caches().items()},
         "spec": repr(spec),
     }

@@ -24,6 +24,7 @@ from jetrl.engine.speculation.depth import DEPTHS
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.kernels.compiling.pool import Job
 from jetrl.kernels.dispatch import select
+from jetrl.kernels.support import PORTABLE
 from jetrl.model.master import masters_of, values_for
 from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer
@@ -35,6 +36,7 @@ from jetrl.run.own_parts import built_in
 from jetrl.spec import ModelSpec
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.calibration import shadow_of
+from jetrl.train.likelihood import fit, mean_loss
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
 from jetrl.train.passes import estimate, logprob_pass
@@ -73,13 +75,15 @@ def find(emit: Callable[[Job], object], config: Config, spec: ModelSpec, device:
     """Send a job for every kernel that a run of this config launches; `trains`: its updates too."""
     from jetrl.kernels.compiling.recorded import recording, spare_imports
 
-    spare_imports()
+    libraries = config.kernels != PORTABLE
+    if libraries:
+        spare_imports()
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     select(config.kernels)
     most = config.rollout.max_tokens_per_step or 0
-    with recording(emit, max(most, config.train.max_tokens_per_gpu if trains else 0)):
+    with recording(emit, max(most, config.train.max_tokens_per_gpu if trains else 0), libraries):
         run(config, spec, trains)
 
 
@@ -95,7 +99,7 @@ def run(config: Config, spec: ModelSpec, trains: bool) -> None:
         model = Transformer(spec, recipe, master_dtype=None).to(config.device)
         zeros = ((name, torch.zeros(p.shape)) for name, p in list(model.named_parameters()))
         model.publish_values(zeros)
-    if config.rollout.engine == "jetrl":
+    if config.rollout.engine == "jetrl" and not config.supervised:
         roll_out(model, config)
 
 
@@ -226,6 +230,11 @@ def train(learner: Learner, config: Config) -> None:
     ends = list(accumulate((len(group.trajectories) for group in groups), initial=0))
     bins = [list(range(*ends)) for ends in pairwise(ends)]
     batch = packed(trajectories, [True] * len(trajectories), bins, _DIGEST, 0, config.train.share_prompts)
+    if config.supervised:
+        fit(learner, batch, config, 1)
+        mean_loss(learner.model, batch)
+        learner.model.publish()
+        return
     reference = learner.model if config.rl.kl_coef else None
     teacher = learner.model if config.teacher.path else None  # stands in: its own shapes compile at first use
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True, teacher=teacher)
@@ -262,7 +271,7 @@ def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:
 
 def groups_of(config: Config, spec: ModelSpec) -> Iterator[Group]:
     """Groups whose answers fill a micro-batch of each kind."""
-    longest = min(spec.max_position, config.task.max_prompt_length + config.rollout.max_response_length)
+    longest = min(spec.max_position, config.longest)
     counts = {*batch_counts(config.train.max_tokens_per_gpu, spec.experts is not None), *_OF_ATTENTION}
     for number, total in enumerate(n for n in sorted(counts) if 4 <= n <= config.train.max_tokens_per_gpu):
         prompt = (number % spec.vocab_size,)

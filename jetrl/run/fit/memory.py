@@ -193,7 +193,7 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
             by_codes = recipe.weight_only(layer) is not None
             matrices.append(Matrix(name, linear.sections, linear.in_size, fp8, by_codes))
         else:
-            matrices.append(Matrix(name, (pieces[0].shape[0],), pieces[0].shape[1]))
+            matrices.append(Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].flat[1]))
     adapters = [
         Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].shape[1])
         for name, pieces in adapter_table(spec, recipe.lora).items()
@@ -311,11 +311,15 @@ def _trained(config: Config, spec: ModelSpec, ranks: int) -> list[int]:
 def _step_tokens(config: Config) -> int:
     """The most tokens that a step can train on."""
     r = config.rollout
+    if config.supervised:
+        return config.train.batch_size * config.longest
     return r.prompts_per_step * r.group_size * (config.task.max_prompt_length + r.max_response_length)
 
 
 def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: int) -> tuple[int, int, int]:
     """Bytes of the KV cache, how many sequences it has room for, and how many are to run at the same time."""
+    if config.supervised:
+        return 0, 1, 1  # nothing is sampled
     if config.rollout.engine != "jetrl":
         return 0, 1, 1  # not known
     page = config.rollout.page_size
@@ -353,6 +357,8 @@ def _asked(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
 def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences: int) -> int:
     """The most that an engine step makes and frees: a layer over its tokens, and logits of all that draw."""
     r = config.rollout
+    if config.supervised:
+        return 0
     assert r.max_tokens_per_step is not None, "resolve() has set it"
     tokens = min(r.max_tokens_per_step, r.prompts_per_step * config.task.max_prompt_length + sequences)
     if r.num_carried:  # what goes on is computed again, as long as it has become

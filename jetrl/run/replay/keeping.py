@@ -25,8 +25,8 @@ from jetrl.types import Group
 
 
 def digests_for(config: Config) -> Digests:
-    """What takes the digests of a step; where no steps are kept, it takes none."""
-    return Digests() if config.checkpoint.replay_steps else UNSEEN
+    """What takes the digests of a step; where no steps are kept, as with method = "sft", it takes none."""
+    return Digests() if config.checkpoint.replay_steps and not config.supervised else UNSEEN
 
 
 def add_weights(seen: Digests, session: Session) -> None:

@@ -16,6 +16,7 @@ import torch
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.load import quiet
 from jetrl.errors import UserError
+from jetrl.kernels.support import capability
 from jetrl.report.recorder import CONFIG_FILE
 from jetrl.rl.own import is_own
 from jetrl.run import loop
@@ -63,7 +64,7 @@ def config_of(run_dir: Path) -> Config:
     # the data may be gone: what is replayed stands in the records
     kept = config.checkpoint.model_copy(update={"allow_changed_data": True, "resume": "never", "background": "auto"})
     place = {"output_dir": str(run_dir.absolute().parent), "checkpoint": kept}
-    return resolve(config.model_copy(update=place), cuda_available=torch.cuda.is_available())
+    return resolve(config.model_copy(update=place), cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""Cases of the adapters' Triton kernels, bit for bit against their order of sums in numpy, as in `triton_cases.py`:
+`python tests/kernels/triton_adapter_cases.py [part of a name]`, in the interpreter.
+
+In the interpreter a product adds 16 elements at a time to FP32 sums, here and there, as in
+`triton_attention_cases.py`; `tests/gpu/test_adapter_hopper.py` compares sizes with sizes on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+import triton_attention_cases as attention  # also makes the interpreter's products those of the definition
+import triton_cases as base
+from torch import Tensor
+
+from jetrl.kernels import reference as ref
+from jetrl.kernels.adapters import reference
+from jetrl.kernels.adapters import triton as ta
+from jetrl.kernels.experts.groups import Groups
+from jetrl.precision.lora import edges
+
+Case, equal = base.Case, base.equal
+
+
+def in_chains(x: Tensor, a: Tensor) -> Tensor:
+    """u: the sums, rounded."""
+    return sums(x, a).bfloat16()
+
+
+def sums(x: Tensor, a: Tensor) -> Tensor:
+    """FP32: each chain from zero, their sums added in order."""
+    total = np.zeros((len(x), len(a)), np.float32)
+    for start in range(0, x.shape[1], ta.CHAIN):
+        part = slice(start, start + ta.CHAIN)
+        zero = np.zeros_like(total)
+        total = total + attention.product(x[:, part].float().numpy(), a[:, part].float().numpy().T, zero)
+    return torch.from_numpy(total)
+
+
+def added(y: Tensor, u: Tensor, b: Tensor, scale: float, places: ta.Places) -> Tensor:
+    out, rank = y.clone(), b.shape[1]
+    for i, ((start, stop), (first, last)) in enumerate(places):
+        own = u[:, i * rank : (i + 1) * rank].float().numpy()
+        zero = np.zeros((len(y), last - first), np.float32)
+        t = torch.from_numpy(attention.product(own, b[first:last].float().numpy().T, zero))
+        out[:, start:stop] = (y[:, start:stop].float() + t * torch.tensor(scale, dtype=torch.float32)).bfloat16()
+    return out
+
+
+def both_halves(x: Tensor, y: Tensor, a: Tensor, b: Tensor, scale: float, places: ta.Places) -> Tensor:
+    return ta.adapter_finish(y, ta.adapter_begin(x, a, None), b, scale, places)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def adapter_cases() -> Iterator[tuple[str, Case]]:
+    def both(rows: int, k: int, sections: tuple[int, ...], chosen: tuple[int, ...], rank: int) -> None:
+        of_base, own = edges(sections), edges(tuple(sections[i] for i in chosen))
+        places = tuple((of_base[i], rows) for i, rows in zip(chosen, own, strict=True))
+        x, y = drawn(rows, k, seed=0), drawn(rows, sum(sections), seed=1)
+        a, b = drawn(rank * len(chosen), k, seed=2), drawn(own[-1][1], rank, seed=3)
+        scale = 32 / rank**0.5
+        u = in_chains(x, a)
+        want = added(y, u, b, scale, places)
+        equal("u", ta.adapter_shrink(x, a), u)
+        got = ta.adapter_expand(y, u, b, scale, places, y.clone())
+        equal("y", got, want)
+        few, alone = y.clone(), y[-1:].clone()
+        equal("both", both_halves(x, few, a, b, scale, places), want)
+        equal("a row alone", both_halves(x[-1:], alone, a, b, scale, places), want[-1:])
+        for pow2 in (False, True):
+            begun = ta.adapter_begin(x, a, pow2)
+            assert begun.codes is not None and begun.left.ndim == 3
+            base.equal_q("codes", begun.codes, ref.quantize_1x128(x, pow2))
+            equal("y beside codes", ta.adapter_finish(y.clone(), begun, b, scale, places), want)
+        # the reference adds without rounding inside of a sum
+        true = reference.adapter_expand(y, reference.adapter_shrink(x, a), b, scale, places, y.clone())
+        assert float((got.double() - true.double()).norm() / true.double().norm()) < 1e-2
+
+    sizes = [
+        (3, 1152, (96, 40, 40), (0, 1, 2), 8), (18, 512, (64,), (0,), 16), (70, 200, (72, 40, 40), (0, 2), 24),
+        (5, 640, (136, 264), (0, 1), 32), (2, 64, (24, 8), (1,), 136),
+    ]
+    for rows, k, sections, chosen, rank in sizes:
+        what = f"adapters {rows} x {k}, {sections}, {chosen}, rank {rank}"
+        yield what, partial(both, rows, k, sections, chosen, rank)
+
+    def many() -> None:
+        """More tokens than have a program for each chain."""
+        x, a, b = drawn(ta.FEW + 3, 520, seed=0), drawn(8, 520, seed=1), drawn(8, 8, seed=2)
+        y, places = drawn(ta.FEW + 3, 8, seed=3), (((0, 8), (0, 8)),)
+        want = added(y, in_chains(x, a), b, 2.0, places)
+        equal("many", both_halves(x, y.clone(), a, b, 2.0, places), want)
+        equal("few of them", both_halves(x[:5], y[:5].clone(), a, b, 2.0, places), want[:5])
+
+    yield "adapters of many tokens", many
+
+    def order() -> None:
+        """Two chains cancel, so that what a third adds shows where each begins and ends."""
+        v, c = drawn(6, ta.CHAIN, seed=0), drawn(16, ta.CHAIN, seed=1)
+        x = torch.cat([v, -v, drawn(6, 200, seed=2) * 2**-13], 1)
+        a = torch.cat([c, c, drawn(16, 200, seed=3)], 1)
+        u = in_chains(x, a)
+        assert 0 < float(u.abs().max()) < 0.02 and not torch.equal(u, in_chains(x.roll(128, 1), a.roll(128, 1)))
+        y, b, places = torch.zeros(6, 8).bfloat16(), drawn(8, 16, seed=4), (((0, 8), (0, 8)),)
+        equal("one program", ta.adapter_shrink(x, a), u)
+        want = added(y, u, b, 1.0, places)
+        equal("a program for each chain", both_halves(x, y.clone(), a, b, 1.0, places), want)
+
+    yield "chains begin from zero", order
+
+
+def expert_cases() -> Iterator[tuple[str, Case]]:
+    """Groups as a GPU has them: from multiples of 16 on, rows of padding between, rows of nobody behind."""
+    def rows(rank: int) -> None:
+        counts, k, places = (3, 0, 17, 1), 640, (((0, 40), (0, 40)), ((40, 64), (40, 64)))
+        sizes = [-(-n // 16) * 16 for n in counts]
+        starts = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32)
+        groups = Groups(torch.empty(0), torch.empty(0), starts, torch.tensor(counts))
+        total, behind = int(starts[-1]), 32
+        x, y, dy = (drawn(total + behind, size, seed=i) for i, size in enumerate((k, 64, 64)))
+        a, b = drawn(4 * 2 * rank, k, seed=3), drawn(4 * 64, rank, seed=4)
+        u, out = ta.adapter_shrink_rows(x, a, groups), torch.full_like(y, 7.0)
+        ta.adapter_expand_rows(y, u, b, 0.75, places, groups, out)
+        du = ta.adapter_expand_rows_backward(dy, b, 0.75, places, groups)
+        for e, (start, count) in enumerate(zip(starts.tolist(), counts, strict=False)):
+            at = slice(start, start + count)
+            own_a, own_b = a[e * 2 * rank : (e + 1) * 2 * rank], b[e * 64 : (e + 1) * 64]
+            equal(f"u of expert {e}", u[at], in_chains(x[at], own_a))
+            equal(f"y of expert {e}", out[at], added(y[at], u[at], own_b, 0.75, places))
+            for i, ((begin, end), _) in enumerate(places):
+                turned, of_u = own_b[begin:end].T.contiguous(), slice(i * rank, (i + 1) * rank)
+                want = (sums(dy[at, begin:end], turned) * 0.75).bfloat16()
+                equal(f"du of expert {e}", du[at, of_u].contiguous(), want)
+        assert bool((out[total:] == 7.0).all()), "rows behind the last group"
+
+    yield "adapters of experts, rank 8", partial(rows, 8)
+    yield "adapters of experts, rank 24", partial(rows, 24)
+
+
+if __name__ == "__main__":
+    raise SystemExit(base.main([*adapter_cases(), *expert_cases()]))

@@ -1,0 +1,83 @@
+"""A whole model by the portable kernels in the interpreter: the certificate, and gradients against the reference's.
+
+`python tests/kernels/triton_portable_model.py [part of a name]`, with TRITON_INTERPRET=1, as in `triton_cases.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton_cases as base
+import triton_portable_cases as portable  # also makes the interpreter's products those of the definition
+from torch import Tensor
+
+from jetrl.kernels.dispatch import served_by
+from jetrl.kernels.gemm import portable as pg
+from jetrl.kernels.registry import load
+from jetrl.model.transformer import Transformer
+from jetrl.parity.certificate import Workload, certify
+from jetrl.parity.rows import varlen
+from jetrl.precision.formats import kv_head
+from jetrl.precision.recipe import build_recipe
+from jetrl.spec import ModelSpec, RopeSpec
+
+CPU = torch.device("cpu")
+SPEC = ModelSpec(
+    hidden_size=40, intermediate_size=72, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True,
+    qkv_bias=False, family="qwen3", tie_embeddings=True, vocab_size=67, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4),
+    max_position=64,
+)
+
+
+def model_of(precision: str) -> Transformer:
+    recipe = build_recipe(precision.removesuffix(" kv"), SPEC.num_layers)
+    if precision.endswith(" kv"):
+        recipe = replace(recipe, kv_cache=kv_head(SPEC.head_dim))
+    return Transformer(SPEC, recipe).init_random(3).publish()
+
+
+def gradients_of(precision: str) -> dict[str, Tensor]:
+    model = model_of(precision)
+    g = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, SPEC.vocab_size, (n,), generator=g) for n in (9, 4)]
+    hidden = model(varlen(sequences))
+    targets = torch.cat(sequences).roll(-1)
+    logprobs, entropy = model.token_logprobs(hidden, targets, 0.8)
+    (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def model_cases() -> Iterator[tuple[str, base.Case]]:
+    backend = load("triton")
+
+    def certificate(precision: str) -> None:
+        portable.on("mma")  # the smallest tiles
+        with served_by(CPU, backend):
+            result = certify(model_of(precision), Workload(2, 7, 4, 3), "tiny", lambda text: None)
+        assert result.ok, result
+        assert {link.link for link in result.links} >= {"a", "b", "c", "v"} and all(link.rows for link in result.links)
+
+    def learning(precision: str) -> None:
+        portable.on("mma")
+        want = gradients_of(precision)
+        with served_by(CPU, backend):
+            got, again = gradients_of(precision), gradients_of(precision)
+        assert got.keys() == want.keys() and len(got) > 5
+        for name, x in want.items():
+            base.equal(f"{name} again", got[name], again[name])
+            error = (got[name] - x).norm() / x.norm()
+            assert error < (0.02 if precision == "bf16" else 0.1), f"{name}: relative error {error:.4f}"
+
+    for precision in ("fp8 kv",):
+        yield f"certificate {precision}", partial(certificate, precision)
+    for precision in ("bf16",):
+        yield f"gradients {precision}", partial(learning, precision)
+
+
+if __name__ == "__main__":
+    assert base.INTERPRET, "run it with TRITON_INTERPRET=1; on a GPU there is tests/gpu/test_portable.py"
+    pg.bf16_wgrad = lambda dy, x: dy.float().T @ x.float()  # torch's CPU has no product of BF16 with an FP32 result
+    raise SystemExit(base.main(list(model_cases())))

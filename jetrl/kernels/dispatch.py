@@ -19,14 +19,9 @@ from jetrl.kernels import tiles
 from jetrl.kernels.registry import Backend, load, tables
 from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, require
 
-<<<<<<< HEAD
-LATENT = ("reference",)  # backends with latent attention that users may take: hopper's kernels have not run on a GPU
-DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
-_serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
-=======
+LATENT = ("reference",)  # backends whose latent attention is certified: hopper's has not run on a GPU
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
 _serving = {"cpu": "reference", "cuda": "auto"}  # by type of device; `select` changes it
->>>>>>> h/int
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
 
 
@@ -84,8 +79,8 @@ def require_latent(name: str) -> Backend:
     """The backend `name`, if its kernels for latent attention have a certificate; UserError else."""
     if name not in LATENT:
         raise UserError(
-            f'kernels = "{name}" cannot compute latent attention (MLA) yet: set device = "cpu" (kernels = "reference"), '
-            "or use a model without it."
+            f'kernels = "{name}" cannot compute latent attention (MLA) yet: set device = "cpu" (kernels = '
+            '"reference"), or use a model without it.'
         )
     return load_backend(name)
 

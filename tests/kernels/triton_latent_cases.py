@@ -1,7 +1,7 @@
 """The kernels of latent attention (`latent_triton`) against `latent_reference`; run by the interpreter test and a GPU.
 
-Bits are compared among ways to compute a row: alone, packed, in chunks over pages, one query at a time, with few rows or
-many. Against the definition of the CPU, whose sums are exact, results are compared up to rounding.
+Bits are compared among ways to compute a row: alone, packed, in chunks over pages, one query at a time. Against the
+definition of the CPU, whose sums are exact, results are compared up to rounding.
 """
 
 from __future__ import annotations

@@ -83,23 +83,16 @@ def _rows_kernel(
     all_tokens, chunks, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Rows of one block of a sequence's tokens over one chunk of its keys.
-
-    `queries` [B + 1]: where sequences begin among the tokens, the first one at `first`. `keys`: with pages (PAGE > 0)
-    how many keys a sequence has [B]; without, where its keys begin [B + 1]. With one chunk (WHOLE) the result is
-    final, else maxima, sums and outputs of tokens from `low` to `high` are left in FP32.
-    """
+    """Rows of one block of a sequence's tokens over one chunk of its keys. `queries`: where sequences begin, counted
+    from `first`; `keys`: how many they have (pages), or where these begin. WHOLE: there is one chunk, and the result is
+    final; else maxima, sums and outputs of tokens from `low` to `high` are left in FP32."""
     begin(PDL)
     sequence, part, chunk = tl.program_id(0) // per_sequence, tl.program_id(0) % per_sequence, tl.program_id(1)
     tokens: tl.constexpr = ROWS // N
     start = tl.load(queries + sequence)
     count = tl.load(queries + sequence + 1) - start
-    origin = 0
-    if PAGE > 0:
-        depth = tl.load(keys + sequence)
-    else:
-        origin = tl.load(keys + sequence)
-        depth = tl.load(keys + sequence + 1) - origin
+    origin = tl.load(keys + sequence)
+    depth = origin if PAGE > 0 else tl.load(keys + sequence + 1) - origin
     here = part * tokens
     row0, pos0 = start - first + here, depth - count + here
     mine = tl.minimum(count - here, tokens)
@@ -132,7 +125,7 @@ def _rows_kernel(
             top = new
         sum_of = tl.max(total, axis=1)  # of 16 equal columns
         if WHOLE:
-            done = (acc / sum_of[:, None]).to(out.dtype.element_ty)
+            done = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
             tl.store(out + at[:, None] * L + e[None, :], done, mask=alive[:, None])
             if LSE:
                 tl.store(lse + (r % N) * all_tokens + row0 + token, top * natural + tl.log(sum_of), mask=alive)
@@ -170,7 +163,8 @@ def _merge_kernel(
             part = tl.exp2((tl.load(tops + inside * chunks + c) - top) * scale)
             total += tl.load(sums + inside * chunks + c) * part
             acc += tl.load(accs + (inside * chunks + c) * L + e) * part
-        tl.store(out + (token * N + head) * L + e, (acc / total).to(out.dtype.element_ty))
+        done = tl.div_rn(acc, tl.zeros([L], tl.float32) + total)
+        tl.store(out + (token * N + head) * L + e, done.to(out.dtype.element_ty))
         if LSE:
             tl.store(lse + head * all_tokens + token, top * natural + tl.log(total))
 

@@ -6,13 +6,10 @@ from functools import partial
 
 from jetrl.kernels.registry import Op
 
-<<<<<<< HEAD
-_latent = partial(
-    Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None
-)
-=======
 _attend = partial(Op, reference="attention.reference", hopper="attention.flash", triton="attention.portable")
->>>>>>> h/int
+_latent = partial(
+    Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None, triton=None
+)
 
 OPS = (
     _attend("attend"),

@@ -84,14 +84,14 @@ def export(
         for ours in fp8_weights(spec, recipe):
             tensors.update(_values(spec, ours, state[ours]))
 
-    config, written = carried.completed((folder, base), config, tensors)
+    completed, written = carried.completed((folder, base), config, tensors)
 
     def copy(target: Path) -> None:
         for path in extras:
             shutil.copyfile(path, target / path.name)
         name_tokenizer_class(target)
 
-    hf.write_folder(out, config, written, copy, max_shard_bytes)
+    hf.write_folder(out, completed, written, copy, max_shard_bytes)
     return out
 
 

@@ -101,6 +101,7 @@ class Transformer(nn.Module):
         self._head_operand: Any = None
         self.base_digest: str | None = None  # of a frozen base (`adapter.BaseHash`), where it was taken
         self._note = Note()
+        self._adapters: list[tuple[str, Published]] | None = None  # with their names, once they are looked for
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):
                 module.keeps_transposed = not (activation_checkpointing or lean_backward)
@@ -200,12 +201,40 @@ class Transformer(nn.Module):
     def publish(self, flips: Flips | None = None) -> Transformer:
         """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
         change."""
+        if self.recipe.lora is not None and flips is None:
+            return self._publish_adapters()
         for module in self.published_modules():
             with flips.watch(module) if flips is not None and isinstance(module, FlowLinear) else nullcontext():
                 module.publish()
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
         self._note.take((name, m.param) for name, m in masters_of(self).items() if not m.frozen)
+        return self
+
+    @torch.no_grad()
+    def _publish_adapters(self) -> Transformer:
+        """`publish` where adapters alone have masters: they are small, so what counts is how often the host is asked.
+        Whole ones that have been published before are rounded in one call."""
+        if self._adapters is None:
+            self._adapters = [(name, m) for name, m in self.named_modules() if isinstance(m, Published) and any(
+                not master.frozen for master in m.masters.values())]
+        masters, copies, noted = list[Tensor](), list[Tensor](), list[tuple[str, Tensor]]()
+        for name, module in self._adapters:
+            master = module.masters["weight"]
+            if master.frozen:
+                continue
+            param, held = master.param, module.published
+            noted.append((f"{name}.weight", param))
+            if master.split is not None or param.dtype == held.dtype or (param.shape, param.device) != (
+                held.shape, held.device
+            ):
+                module.publish()
+            else:
+                masters.append(param)
+                copies.append(held)
+        if copies:
+            torch._foreach_copy_(copies, masters)
+        self._note.take(noted)
         return self
 
     def require_published(self) -> None:

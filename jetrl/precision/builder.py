@@ -210,13 +210,18 @@ class BlockForward(_Scope):
 
     def _adapted(self, role: Role, x: str, y: str) -> str:
         """The output `y` of a linear with what its adapters make of its input `x`, as it is before a quantizer."""
-        shape, lora, builder = self.block.linears(self.spec)[role], self.recipe.lora, self._builder
+        shape, builder = self.block.linears(self.spec)[role], self._builder
+        lora = None if self.recipe.lora is None else self.recipe.lora.of(shape.experts)
         chosen = () if lora is None else lora.adapted(shape.projections)
         if lora is None or not chosen:
             return y
         a, b = (builder.leaf(self.at(f"{role}.lora.{name}.weight")) for name in "ab")
         ranks = (lora.rank,) * len(chosen)
-        u = self.op(f"{role}_shrink", "gemm", {"x": x, "weight": a}, out_sections=ranks, in_size=shape.in_size)
+        op = "grouped_gemm" if shape.experts else "gemm"
+        sizes: dict[str, Attribute] = {"experts": shape.experts} if shape.experts else {}
+        inputs = {"x": x, "weight": a}
+        sizes |= {"out_sections": ranks, "in_size": shape.in_size}
+        u = self.op(f"{role}_shrink", op, inputs, BF16, **sizes)
         inputs = {"y": y, "u": u, "weight": b}
         return self.op(f"{role}_expand", "add_adapters", inputs, scale=lora.scale, projections=chosen)
 
@@ -259,7 +264,8 @@ class BlockBackward(_Scope):
 
     def _adapted(self, role: Role, dy: str, x: str, dx: str) -> str:
         """The gradients of a linear's adapters, and that of its input with theirs added to the base's `dx`."""
-        shape, lora = self.block.linears(self.spec)[role], self.recipe.lora
+        shape = self.block.linears(self.spec)[role]
+        lora = None if self.recipe.lora is None else self.recipe.lora.of(shape.experts)
         name, builder = self.at(role), self._builder
         if lora is None or not lora.adapted(shape.projections):
             return dx

@@ -37,11 +37,12 @@ from jetrl.run.evaluation import Evaluation
 from jetrl.run.given import GivenAnswers
 from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
-from jetrl.run.teacher import build_teacher
+from jetrl.run.teacher import build_teachers
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
 from jetrl.train.step import Learner
+from jetrl.train.teachers import Teachers
 from jetrl.types import Engine
 from jetrl.user_code.from_python import NOTHING, FromPython
 
@@ -102,7 +103,7 @@ class Session:
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
     given_answers: GivenAnswers | None = None  # of method = "sft"
-    teacher: Transformer | None = None  # of a distillation: published weights, without masters
+    teacher: Teachers | None = None  # of a distillation
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
 
@@ -179,7 +180,7 @@ def build(
             model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
-        teacher = None if evaluates else build_teacher(config)  # before the engine takes what memory is left
+        teacher = None if evaluates else build_teachers(config)  # before the engine takes what memory is left
         engine: Engine = NoEngine()
         if not config.supervised:
             engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))

@@ -181,8 +181,8 @@ class EnvironmentConfig(Section):
         str | None, Holds("code"),
         Elsewhere("verl: multi_turn.enable interaction_config_path; TRL: environment_factory"),
     ] = Field(
-        default=None, description="calculator, retry, tools, command, or your own as module:Class or "
-        "path/to/file.py:Class. none: single answers.",
+        default=None, description="calculator, retry, tools, command, verifiers, or your own as module:Class "
+        "or path/to/file.py:Class. none: single answers.",
     )
     params: Annotated[
         dict[str, Any], CONVERSATIONS_ONLY,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jetrl.chat.fields import Message
 from jetrl.chat.messages import TurnEncoder
 from jetrl.config import TaskConfig
+from jetrl.environments.asked import Asked, Said
 from jetrl.environments.environment import BadReply, Factory, opening_of, problem_mapping, step_of
 from jetrl.errors import Notice, UserError, shown
 from jetrl.types import Completion, FinishReason, Problem, Reply, Segment
@@ -40,6 +41,16 @@ class _Heard:
         return "" if reply.reward == self.reward else f"it gave a reward of {reply.reward}, and {self.reward} before"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taken:
+    """A turn of the policy, the conversation that it belongs to, and all tokens up to its end."""
+
+    completion: Completion
+    opening: Sequence[Message]
+    variables: Mapping[str, Any]
+    tokens: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Conversation:
     """One conversation and what its environment is doing. `owes`: a reply is due; `over`: no more will come."""
@@ -48,8 +59,11 @@ class _Conversation:
     problem: Problem
     loop: Loop | None  # where its coroutines run
     environment: Any = None
-    opening: Sequence[Message] = ()
+    opening: Sequence[Message] = ()  # of what the policy's last turn belongs to
+    variables: Mapping[str, Any] = field(default_factory=dict)  # its keywords for the chat template
     turn: Completion | None = None  # the policy's last
+    prompt: tuple[int, ...] = ()  # all tokens before the policy's next turn; these two only where `takes_turns`
+    turns: list[_Taken] = field(default_factory=list)
     method: str = ""  # what runs or ran last, for messages
     busy: bool = False  # a call is under way
     owes: bool = False
@@ -124,8 +138,13 @@ class EnvironmentPool:
 
     def _step(self, talk: _Conversation, completion: Completion) -> None:
         talk.turn, talk.owes = completion, True
+        said: Any = completion.text
+        if self.factory.takes_turns:
+            said = Said(talk.prompt, completion)
+            tokens = talk.prompt + tuple(completion.tokens.tolist())
+            talk.turns.append(_Taken(completion, talk.opening, talk.variables, tokens))
         talk.method = where = f"{self.factory.name}.step"
-        self._submit(talk, "step", lambda: talk.environment.step(completion.text), lambda value: step_of(value, where))
+        self._submit(talk, "step", lambda: talk.environment.step(said), lambda value: step_of(value, where))
 
     def poll(self, wait: bool) -> list[Reply]:
         """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
@@ -179,7 +198,7 @@ class EnvironmentPool:
         )
 
     def hold(self, key: int) -> None:
-        """`rollout.carry_turns.CarriedConversations.hold`; unknown ones are ignored."""
+        """`carry_turns.CarriedConversations.hold`; unknown ones are ignored."""
         if key in self._talks:
             self._talks[key].held = True
 
@@ -193,7 +212,7 @@ class EnvironmentPool:
     def bring(
         self, key: int, problem: Problem, segments: Sequence[Segment], due: bool, finish: FinishReason = "stop"
     ) -> None:
-        """`rollout.carry_turns.CarriedConversations.bring`. The environment hears the turns again in the background."""
+        """`carry_turns.CarriedConversations.bring`. The environment hears the turns again in the background."""
         turns = [segment for segment in segments if segment.author == "policy"]
         talk = self._talks.get(key)
         there = talk is not None and talk.said == [turn.text for turn in turns] and (due or not talk.over)
@@ -285,16 +304,34 @@ class EnvironmentPool:
     def _spoken(self, talk: _Conversation, value: Any) -> Reply:
         """The reply that `reset` or `step` gave, as tokens."""
         if talk.turn is None:
-            talk.opening = value
-            first = self.encoder.first(talk.problem, value)
-            opened = self.encoder.opened(talk.problem, value)
-            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value), opened=opened)
+            return self._prompt(talk, value)
         messages, reward, talk.over = value
         text = self.encoder.text(messages)
         if talk.over:
             return Reply(talk.key, (), text, reward, done=True, messages=tuple(messages))
+        if isinstance(messages, Asked):
+            return replace(self._behind(talk, messages), reward=reward)
         tokens = self.encoder.later(talk.problem, talk.opening, messages, talk.turn)
         return Reply(talk.key, tokens, text, reward, messages=tuple(messages))
+
+    def _behind(self, talk: _Conversation, messages: Asked) -> Reply:
+        """What follows any turn, or begins anew."""
+        if messages.after < 0:
+            return replace(self._prompt(talk, messages, limited=False), after=-1)
+        taken = talk.turns[messages.after]
+        talk.opening, talk.variables = taken.opening, taken.variables
+        encoder = self.encoder.given(taken.variables)
+        tokens = encoder.later(talk.problem, taken.opening, messages, taken.completion)
+        talk.prompt = taken.tokens + tokens
+        return Reply(talk.key, tokens, encoder.text(messages), messages=tuple(messages), after=messages.after)
+
+    def _prompt(self, talk: _Conversation, messages: Sequence[Message], limited: bool = True) -> Reply:
+        """The first messages as tokens, or those of a history that begins anew."""
+        talk.opening, talk.variables = messages, getattr(messages, "variables", {})
+        encoder = self.encoder.given(talk.variables)
+        first, opened = encoder.first(talk.problem, messages, limited), encoder.opened(talk.problem, messages)
+        talk.prompt = first if self.factory.takes_turns else ()
+        return Reply(talk.key, first, encoder.text(messages), messages=tuple(messages), opened=opened)
 
     def _close(self, talk: _Conversation) -> None:
         """Call the environment's `close`, if there is one and its last call has come back."""

@@ -39,13 +39,27 @@ def load_backend(name: str) -> Backend:
 @cache
 def require_experts(name: str) -> Backend:
     """The backend `name`, if it has kernels for mixtures of experts; UserError else."""
-    backend, ops = load_backend(name), [op.name for op in tables()["experts"]]
+    return _with_folder(
+        name, "experts", 'mixtures of experts: set kernels = "hopper" on a GPU or "reference" on a CPU, or use a dense '
+        "model"
+    )
+
+
+@cache
+def require_delta(name: str) -> Backend:
+    """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
+    return _with_folder(
+        name, "delta", 'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
+        "as Qwen3"
+    )
+
+
+def _with_folder(name: str, folder: str, what: str) -> Backend:
+    """The backend `name`, if it has all ops of a folder; UserError if it has none."""
+    backend, ops = load_backend(name), [op.name for op in tables()[folder]]
     if missing := [op for op in ops if not hasattr(backend, op)]:
         assert len(missing) == len(ops), f"backend {name} lacks {missing}"
-        raise UserError(
-            f'kernels = "{name}" cannot compute mixtures of experts: set kernels = "hopper" on a GPU or "reference" '
-            "on a CPU, or use a dense model."
-        )
+        raise UserError(f'kernels = "{name}" cannot compute {what}.')
     return backend
 
 
@@ -100,6 +114,11 @@ def backend_of(x: Tensor) -> Backend:
 def experts_backend_of(x: Tensor) -> Backend:
     """The same, for the ops of mixtures of experts."""
     return require_experts(_name_for(x.device))
+
+
+def delta_backend_of(x: Tensor) -> Backend:
+    """The same, for the ops of Gated DeltaNet."""
+    return _instead.get(x.device.type) or require_delta(_name_for(x.device))
 
 
 def _name_for(device: torch.device) -> str:

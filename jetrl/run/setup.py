@@ -36,11 +36,12 @@ from jetrl.run.evaluation import Evaluation
 from jetrl.run.given import GivenAnswers
 from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
-from jetrl.run.teacher import build_teacher
+from jetrl.run.teacher import build_teachers
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
 from jetrl.train.step import Learner
+from jetrl.train.teachers import Teachers
 from jetrl.types import Engine
 from jetrl.user_code.from_python import NOTHING, FromPython
 
@@ -101,7 +102,7 @@ class Session:
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
     given_answers: GivenAnswers | None = None  # of method = "sft"
-    teacher: Transformer | None = None  # of a distillation: published weights, without masters
+    teacher: Teachers | None = None  # of a distillation
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
 
@@ -178,7 +179,7 @@ def build(
             model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
-        teacher = None if evaluates else build_teacher(config)  # before the engine takes what memory is left
+        teacher = None if evaluates else build_teachers(config)  # before the engine takes what memory is left
         engine: Engine = NoEngine()
         if not config.supervised:
             engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
@@ -217,10 +218,22 @@ def begin(
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = on_every_rank(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    check_gpus(config, world)
     if trains:
         config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
+
+
+def check_gpus(config: Config, world: World) -> None:
+    """Refuse ranks with GPUs of different kinds: the order of sums belongs to the kind. A collective."""
+    kinds = world.gather(definition(config.kernels)) if world.size > 1 else []
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank}: {kind.split()[2]}" for rank, kind in enumerate(kinds))
+        raise UserError(
+            f"The GPUs of this run are of different kinds ({found}), and with kernels = "
+            f'"{config.kernels}" bits depend on the kind. Choose GPUs of one kind with CUDA_VISIBLE_DEVICES.'
+        )
 
 
 def check_lanes(config: Config, world: World) -> None:

@@ -306,7 +306,8 @@ def latent_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`latent_reference.latent_backward` by FlashAttention-4, deterministic, with `lse` of the forward pass."""
     from jetrl.kernels.attention.flash import attend_backward
-    from jetrl.kernels.gemm.deepgemm import bf16_dgrad, bf16_gemm, prepare_bf16
+    from jetrl.kernels.gemm.deepgemm import bf16_dgrad, bf16_gemm
+    from jetrl.kernels.gemm.operands import prepare_bf16
 
     n = sizes.heads
     c, shared = row.split((sizes.rank, sizes.rope), -1)

@@ -33,6 +33,13 @@ MODELS = {
 }
 LORA_MODELS = dict(list(MODELS.items())[2:]) | {"llama-3.3-70b": "Llama-3.3-70B"}
 LENGTHS = (1024, 8192)  # of answers, at most
+# Cards with less memory, in GiB as torch reports them: with FP8 in tensor cores, and without
+CARDS = {
+    "24 GB, `fp8`: RTX 4090, L4": (23.5, "fp8"), "24 GB, `w8a16`: RTX 3090": (23.5, "w8a16"),
+    "40 GB, `w8a16`: A100": (39.4, "w8a16"), "48 GB, `fp8`: L40S": (44.4, "fp8"),
+    "48 GB, `w8a16`: A40": (44.4, "w8a16"),
+}
+CARD_MODELS = {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +56,14 @@ def start(length: int, ranks: int) -> list[str]:
     return [*START, f"rollout.max_response_length={length}", *several]
 
 
+def room_of(gpu: str) -> int:
+    """Bytes of a GPU: one of `GPUS`, or one of `CARDS`."""
+    return GPUS[gpu] if gpu in GPUS else int(CARDS[gpu][0] * GIB)
+
+
 @cache
 def fit(model: str, gpu: str, ranks: int, length: int, more: tuple[str, ...] = ()) -> Fit | None:
-    spec, room = SHAPES[model], GPUS[gpu]
+    spec, room = SHAPES[model], room_of(gpu)
     config = on_gpu(load_config(find_recipe(RECIPE), [*start(length, ranks), *more], quiet))
     alone = predict(config, spec, ranks, room)
     if alone.fits(room):
@@ -71,7 +83,26 @@ def tables() -> str:
             for model, name in MODELS.items():
                 parts += [_row(name, length, fit(model, gpu, ranks, length)) for length in LENGTHS]
             parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, *cards()])
+
+
+def cards() -> list[str]:
+    """The lines on cards with less memory: whole weights, and adapters, with answers of up to 1,024 tokens."""
+    lines = [
+        "### One card of 24 to 48 GB\n",
+        "`kernels = \"auto\"` takes the portable kernels there ([INSTALL.md](INSTALL.md)); answers have up to\n"
+        "1,024 tokens.\n",
+        "| card | model | whole weights: also set | GiB | adapters (`lora.rank=32`): also set | GiB |",
+        "|---|---|---|--:|---|--:|",
+    ]
+    for card, (_, precision) in CARDS.items():
+        for model, name in CARD_MODELS.items():
+            given = (f"precision={precision}",)
+            whole, ours = (fit(model, card, 1, LENGTHS[0], (*given, *more)) for more in ((), ADAPTERS))
+            lines.append(
+                f"| {card} | {name} | {_settings(whole)} | {_peak(whole)} | {_settings(ours)} | {_peak(ours)} |"
+            )
+    return [*lines, ""]
 
 
 def _row(name: str, length: int, found: Fit | None) -> str:

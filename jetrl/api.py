@@ -155,7 +155,8 @@ def load_model(
     path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
     masters: bool = False,
 ) -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8, w8a16 or fp8_rollout.
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, Qwen3.5, DeepSeek V2 and V3, SmolLM2) as bf16,
+    fp8, w8a16 or fp8_rollout.
 
     `path` may also be a run folder (its newest checkpoint) or a checkpoint, as in `jetrl eval`, or a name on the hub,
     such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
@@ -382,9 +383,17 @@ def export_checkpoint(
         return _export_adapters(folder, out, fp8, merge, say)
     if merge:
         raise UserError(f"--merge is for adapters, and {folder} is a whole model. Leave it out.")
-    own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
+    config = None if run is None else load_config(run / "config.toml")
+    spec = hf.spec_from_folder(folder)
+    own = None if config is None else recipe_of(config, spec)
     recipe = own if own is not None and own.name != "bf16" else None
-    written = export_module.export(folder, out, fp8, recipe, trained_with=own)
+    base = None
+    if config is not None and config.model.path is not None and spec.delta is not None:
+        try:
+            base = model_folder(config.model.path, config.model.revision)
+        except UserError as error:
+            say(f"The text model alone, without the parts of {config.model.path} that jetrl does not train: {error}")
+    written = export_module.export(folder, out, fp8, recipe, trained_with=own, base=base)
     if rest := export_module.left_out(folder):
         say(f"Left out, because jetrl does not know them as files of a model: {some(rest)}")
     return written

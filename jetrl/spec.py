@@ -123,10 +123,33 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Layers of Gated DeltaNet: `key_heads` of size `key_dim`, each for consecutive ones of `value_heads` of size
+    `value_dim`, after a causal convolution over `conv_width` tokens. The other layers have attention."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[int, ...]
+
+    @property
+    def conv_channels(self) -> int:
+        """Of queries, keys and values, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        """Of all value heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that the model definition, the flow graph and the weight names need; sizes are counts of elements."""
 
-    family: str  # "llama", "qwen3_moe", "deepseek_v3" and the others of `LAYOUTS`; what its layers are: `precision/blocks/layouts.py`
+    family: str  # "llama", "qwen3_moe" and so on; what its layers are: `LAYOUTS` in `precision/blocks/layouts.py`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -142,11 +165,16 @@ class ModelSpec:
     qk_norm: bool
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None  # head_dim is then `latent.rope`, the part that rotates
+    delta: DeltaSpec | None = None
+    rotary_dim: int | None = None  # of each head, from its beginning; None: all of it
+    attention_gate: bool = False  # attention's output is multiplied by sigmoid(gate), projected next to the queries
+    norm_offset: bool = False  # norms of the stream and of q and k multiply by 1 + weight
 
     @property
     def qkv_sections(self) -> tuple[int, int, int]:
-        """Rows of Q, K and V in the fused projection."""
-        return (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim)
+        """Rows of Q, K and V in the fused projection; those of Q are each head's query and, with one, its gate."""
+        queries = self.num_heads * self.head_dim * (2 if self.attention_gate else 1)
+        return (queries, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim)
 
     @property
     def gate_up_sections(self) -> tuple[int, int]:
@@ -195,6 +223,22 @@ def _shape(
     )
 
 
+def _hybrid(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], delta: tuple[int, int, int],
+    max_position: int, tied: bool, theta: float = 1e7,
+) -> ModelSpec:
+    """Qwen3.5: three layers of Gated DeltaNet, then one of gated attention. `delta`: key heads, value heads, size."""
+    key_heads, value_heads, size = delta
+    spec = _shape("qwen3_5_text", vocab, hidden, intermediate, layers, heads, theta, max_position, tied)
+    linear = DeltaSpec(
+        key_heads=key_heads, value_heads=value_heads, key_dim=size, value_dim=size, conv_width=4,
+        layers=tuple(i for i in range(layers) if (i + 1) % 4),
+    )
+    return replace(
+        spec, qk_norm=True, delta=linear, rotary_dim=heads[2] // 4, attention_gate=True, norm_offset=True
+    )
+
+
 _A3B = ExpertSpec(count=128, per_token=8, intermediate_size=768, normalized=True)
 _TINY_EXPERTS = ExpertSpec(count=16, per_token=4, intermediate_size=96, normalized=True)
 
@@ -221,8 +265,8 @@ _TINY_V3 = ExpertSpec(
 _TINY_YARN = YarnSpec(factor=4.0, original_max_position=128, mscale=1.0, mscale_all_dim=1.0)
 
 # The shapes of published models, for certificates and benchmarks with random weights. Source: their config.json files.
-# "tiny-moe" and "tiny-mla" are ours, for a CPU, with sizes that are no multiples of 128: experts, and latent attention
-# with all that DeepSeek-V3 adds. "mini-v3" has its head sizes, for the kernels of a GPU.
+# "tiny-moe", "tiny-mla" and "tiny-hybrid" are ours, for a CPU, with sizes that are no multiples of 128: experts, latent
+# attention with all that DeepSeek-V3 adds, and Gated DeltaNet. "mini-v3" has its head sizes, for the kernels of a GPU.
 SHAPES = {
     "smollm2-135m": _shape("llama", 49152, 576, 1536, 30, (9, 3, 64), 1e5, 8192, True, 1e-5),
     "qwen3-0.6b": _shape("qwen3", 151936, 1024, 3072, 28, (16, 8, 128), 1e6, 40960, True),
@@ -248,6 +292,11 @@ SHAPES = {
     "tiny-mla": _latent_shape(
         512, 192, 448, 4, 6, _TINY_LATENT, _TINY_V3, RopeSpec(1e4, yarn=_TINY_YARN), 512, 1e-6
     ),
+    "qwen3.5-0.8b": _hybrid(248320, 1024, 3584, 24, (8, 2, 256), (16, 16, 128), 262144, True),
+    "qwen3.5-2b": _hybrid(248320, 2048, 6144, 24, (8, 2, 256), (16, 16, 128), 262144, True),
+    "qwen3.5-4b": _hybrid(248320, 2560, 9216, 32, (16, 4, 256), (16, 32, 128), 262144, True),
+    "qwen3.5-9b": _hybrid(248320, 4096, 12288, 32, (16, 4, 256), (16, 32, 128), 262144, False),
+    "tiny-hybrid": _hybrid(512, 192, 448, 4, (6, 2, 32), (2, 4, 32), 512, True, 1e4),
     "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, (32, 8, 128), 5e5, 131072, False, 1e-5, True),
     "llama-3.3-70b": _shape("llama", 128256, 8192, 28672, 80, (64, 8, 128), 5e5, 131072, False, 1e-5, True),
 }

@@ -17,6 +17,7 @@ from jetrl.arrays import NO_TOKENS, NOTHING, check_spans
 from jetrl.arrays import Spans as Spans
 from jetrl.arrays import log_probs as log_probs
 from jetrl.arrays import token_ids as token_ids
+from jetrl.branches import Branch, packed_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -290,7 +291,8 @@ class Segment(_Sampled):
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
     that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy;
     None: nothing, which is not a reward of 0. `spans`: which weights drew the tokens, as (first token, weight version),
-    from token 0 on; the tokens up to the next span's first one are of that version. Empty: nobody drew them.
+    from token 0 on; the tokens up to the next span's first one are of that version. Empty: nobody drew them. `branch`:
+    what it goes on from, if that is not the segment before it (`jetrl.branches`).
     """
 
     author: Author
@@ -301,6 +303,7 @@ class Segment(_Sampled):
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
     spans: Spans = ()
+    branch: Branch | None = None
 
     def __post_init__(self) -> None:
         _Sampled.__post_init__(self)
@@ -347,8 +350,8 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Tokens of all segments, the prompt's included."""
-        return sum(len(s.tokens) for s in self.segments)
+        """Tokens that the learner computes, the prompt's included: of all segments, in every row that has them."""
+        return packed_length(self.segments)
 
     @property
     def num_policy_tokens(self) -> int:
@@ -448,6 +451,7 @@ class Reply:
     error: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
+    after: int | None = None  # the turn of the policy that it follows, -1: a prompt anew; None: the last one
 
 
 class Conversations(Protocol):

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from latent_arch import LATENT
 from ranks import load_heavy
-from tiny import tiny_config
+from tiny import HYBRID, tiny_config
 
 from jetrl.report.recorder import Recorder
 from jetrl.run import loop
@@ -35,6 +36,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "SIGTERM, experts": (
         {"model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 5, "model.arch.num_experts_per_tok": 2,
          "model.arch.moe_intermediate_size": 72, "train.router_aux_loss_coef": 0.05}, "SIGTERM 3"),
+    "SIGTERM, hybrid": (HYBRID | {"precision": "bf16"}, "SIGTERM 3"),
+    "killed, latents": (LATENT, "sync 11"),
     "Ctrl-C": ({"precision": "fp8_rollout", "rl.updates_per_step": 2}, "SIGINT 1"),
 }
 

@@ -115,6 +115,10 @@ def test_another_base_is_refused_at_a_resume(tmp_path: Path) -> None:
         tiny_run(tmp_path, LORA | {"train.steps": 4, "checkpoint.resume": "auto"})
 
 
+MIXTURE = {"model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4, "model.arch.num_experts_per_tok": 2,
+           "model.arch.moe_intermediate_size": 72}
+
+
 @pytest.mark.parametrize(("changes", "told"), [
     ({"lora.rank": 0}, "lora.rank: must be at least 1, got 0"),
     ({"lora.rank": 4, "lora.targets": ["qproj"]}, r'got "qproj"; did you mean "q_proj"\?'),
@@ -124,9 +128,13 @@ def test_another_base_is_refused_at_a_resume(tmp_path: Path) -> None:
     ({"lora.alpha": 8.0}, 'lora.alpha: has no effect while lora.rank = "none"'),
     ({"lora.rank": 4, "rollout.engine": "vllm"}, "jetrl's own engine only"),
     ({"lora.rank": 4, "rl.algo": "ppo"}, "a critic of its own"),
-    ({"lora.rank": 4, "lora.targets": ["mlp"], "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4,
-      "model.arch.num_experts_per_tok": 2, "model.arch.moe_intermediate_size": 72},
+    (MIXTURE | {"lora.rank": 4, "lora.targets": ["mlp"]},
      "this qwen3_moe model has no gate_proj, up_proj, down_proj outside of its experts"),
+    ({"lora.rank": 4, "lora.expert_rank": 4}, "lora.expert_rank = 4: this qwen3 model has no experts"),
+    ({"lora.rank": 4, "lora.expert_rank": 0}, "lora.expert_rank: must be at least 1"),
+    ({"lora.expert_rank": 4}, 'lora.expert_rank: has no effect while lora.rank = "none"'),
+    (MIXTURE | {"lora.rank": 4, "lora.expert_rank": 41}, "lora.expert_rank = 41 is beyond the rank of an expert's"),
+    (MIXTURE | {"lora.rank": 4, "lora.expert_rank": 4, "lora.targets": ["attention"]}, "names none of gate_proj"),
 ])
 def test_bad_input(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):

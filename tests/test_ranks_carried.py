@@ -6,16 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guessing import ASKED as TALKS
+from guessing import WAIT, Guess, prompts
 from hash_model import make_engine
 from ranks import run_ranks
 from test_ranks_loop import assert_same_run, rank_run
 from tiny import tiny_run, weights_hash
 
+from jetrl.chat.tokenizer import arithmetic_tokenizer
+from jetrl.config import TaskConfig
 from jetrl.engine.engine import PagedEngine
+from jetrl.environments.conversations import build_pool
+from jetrl.environments.environment import Factory
 from jetrl.errors import UserError
 from jetrl.parallel.world import World
 from jetrl.report.recorder import read_metrics
 from jetrl.rollout.carry import RolledOn, begin, roll_on
+from jetrl.rollout.carry_turns import begin_talks, talk_on
 from jetrl.rollout.requests import RolloutRequest
 from jetrl.types import Problem, Prompt, SamplingParams
 
@@ -43,6 +50,20 @@ def rounds(world: World, slots: int) -> list[RolledOn]:
     return [first, second, complete]
 
 
+def talks(world: World, slow: float) -> list[RolledOn]:
+    """Three rounds of conversations, with environments that are kept, or begun again on the rank that gets them."""
+    engine = make_engine()
+    pool = build_pool(Factory(Guess, {"slow": slow}), arithmetic_tokenizer(), TaskConfig(name="addition"), timeout=20)
+    try:
+        first = talk_on(engine, begin_talks(prompts(7), TALKS), 2, (), pool, TALKS, WAIT, None, world)
+        second = talk_on(engine, first.under_way, 3, (), pool, TALKS, WAIT, None, world)
+        third = talk_on(engine, second.under_way, 2, (1,), pool, TALKS, WAIT, None, world)
+    finally:
+        pool.shutdown()
+    assert not engine.has_work and engine._began is None
+    return [first, second, third]
+
+
 def broken(world: World) -> str:
     """A mistake on one rank is raised on all, and no engine keeps work."""
     engine = make_engine()
@@ -65,6 +86,13 @@ def test_what_is_complete_is_the_same_on_any_number_of_ranks(size: int) -> None:
     assert alone[2].horizon == 0 and alone[0].horizon > 0 < alone[1].horizon
     assert run_ranks(rounds, size, 64, seconds=SECONDS) == [alone] * size
     assert run_ranks(rounds, size, 3, seconds=SECONDS) == [alone] * size, "few slots"
+
+
+def test_conversations_are_the_same_on_any_number_of_ranks() -> None:
+    alone = talks(World(), 0.0)
+    assert alone[1].under_way and min(part.drawn for part in alone) > 0
+    assert run_ranks(talks, 2, 0.02, seconds=SECONDS) == [alone] * 2
+    assert run_ranks(talks, 3, 0.0, seconds=SECONDS) == [alone] * 3, "at last fewer groups than ranks"
 
 
 def test_a_mistake_on_one_rank_is_raised_on_all() -> None:

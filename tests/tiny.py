@@ -20,6 +20,11 @@ ARCH: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
 }
+# Changes that make its model a hybrid: a layer of Gated DeltaNet, and one of gated attention.
+HYBRID: dict[str, Any] = {"model.arch": ARCH | {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+}}
 # Any digit in the reply is worth something, so that groups differ and gradients flow without a warm start.
 REWARD = """\
 def reward(completions, answer, **_):

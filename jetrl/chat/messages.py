@@ -15,12 +15,13 @@ from typing import Any
 
 from jetrl.chat.fields import Message
 from jetrl.chat.prompts import chat_messages, decoded, encode_problem, encode_text, opened_text, uses_chat_template
-from jetrl.chat.template import Template, source_of, tell
+from jetrl.chat.template import Schemas, Template, source_of, tell
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.types import Author, Completion, Problem, log_probs, token_ids
 
-_MAX_CACHED = 4096
+_MAX_CACHED, _MAX_GIVEN = 4096, 256
+_NO_LIMIT = 1 << 31  # tokens; what a conversation may have in all is the rollout's to check
 
 
 class TurnEncoder:
@@ -32,15 +33,31 @@ class TurnEncoder:
         self.chat = uses_chat_template(config.chat_template, tokenizer)
         self.template = Template(tokenizer, config.chat_template_kwargs)
         self._cache: dict[str, tuple[int, ...]] = {}
+        self._given: dict[str, TurnEncoder] = {}
 
     def text(self, messages: Sequence[Message]) -> str:
         """The messages as text for people."""
         return ("\n" if self.chat else "").join(m["content"] for m in messages)
 
-    def first(self, problem: Problem, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt: the environment's first messages, after `task.system_prompt`. UserError where it is too long."""
+    def given(self, variables: Mapping[str, Any]) -> TurnEncoder:
+        """The encoder of a conversation that has these keywords of its own for the template."""
+        if not variables or not self.chat:
+            return self
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._given:
+            if len(self._given) == _MAX_GIVEN:
+                self._given.clear()
+            tools = {"tools": Schemas(variables["tools"])} if "tools" in variables else {}
+            own = {"chat_template_kwargs": {**self.config.chat_template_kwargs, **variables, **tools}}
+            self._given[key] = TurnEncoder(self.tokenizer, self.config.model_copy(update=own), self.adds)
+        return self._given[key]
+
+    def first(self, problem: Problem, messages: Sequence[Message], limited: bool = True) -> tuple[int, ...]:
+        """The prompt: the environment's first messages, after `task.system_prompt`. UserError where it is too long; if
+        not `limited`: whatever its length."""
         prompt = tuple(messages) if self.chat else self.text(messages)
-        return tuple(encode_problem(replace(problem, prompt=prompt), self.tokenizer, self.config))
+        config = self.config if limited else self.config.model_copy(update={"max_prompt_length": _NO_LIMIT})
+        return tuple(encode_problem(replace(problem, prompt=prompt), self.tokenizer, config))
 
     def later(
         self, problem: Problem, opening: Sequence[Message], messages: Sequence[Message], turn: Completion

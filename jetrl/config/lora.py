@@ -25,6 +25,9 @@ class LoraConfig(Section):
     ] = Field(
         default=None, ge=1, le=4096, description="Rank of the adapters. none: no adapters, and all weights are "
         "trained. With a rank nothing else is trained, and the base keeps no masters, gradients or moments.")
+    expert_rank: Annotated[int | None, WITH_RANK, Since("0.3.0", None), Kernels()] = Field(
+        default=None, ge=1, le=4096, description="Rank of the adapters in experts: each expert has its own, beside "
+        "those of gate, up and down that are targets. none: experts are frozen. Attention has lora.rank.")
     alpha: Annotated[
         float, WITH_RANK, Since("0.2.0", 32.0), Elsewhere("TRL, verl, PEFT: lora_alpha"),
     ] = Field(
@@ -35,7 +38,7 @@ class LoraConfig(Section):
         Elsewhere("TRL: lora_target_modules; verl, PEFT: target_modules"),
     ] = Field(
         default=("all",), description="Projections with an adapter, by name or by group: attention "
-        "(q, k, v, o), mlp (gate, up, down), all. Experts have none.")
+        "(q, k, v, o), mlp (gate, up, down), all. Those of experts need lora.expert_rank.")
     rslora: Annotated[bool, WITH_RANK, Since("0.2.0", False), Elsewhere("TRL, PEFT: use_rslora")] = Field(
         default=False, description="Scale by alpha / sqrt(rank) instead.")
 

@@ -181,8 +181,8 @@ class EnvironmentConfig(Section):
         str | None, Holds("code"),
         Elsewhere("verl: multi_turn.enable interaction_config_path; TRL: environment_factory"),
     ] = Field(
-        default=None, description="calculator, retry, tools, command, or your own as module:Class or "
-        "path/to/file.py:Class. none: single answers.",
+        default=None, description="calculator, retry, tools, command, verifiers, or your own as module:Class "
+        "or path/to/file.py:Class. none: single answers.",
     )
     params: Annotated[
         dict[str, Any], CONVERSATIONS_ONLY,
@@ -206,6 +206,12 @@ class EnvironmentConfig(Section):
         default=60.0, gt=0, description="Time limit for one call of the environment, in seconds.")
     max_concurrent: Annotated[int, CONVERSATIONS_ONLY, MayChange(), Elsewhere("verl: max_parallel_calls")] = Field(
         default=64, ge=1, description="Maximum number of environment calls at the same time.")
+    reply_tokens: Annotated[
+        int, CONVERSATIONS_ONLY, NoEffectWhile("rollout.overcommit", (0.0,)), Since("0.3.0", 64),
+    ] = Field(
+        default=64, ge=0, description="With rollout.overcommit: as how many drawn tokens a reply counts where a step "
+        "is cut. About its seconds by those of a decode step (docs/ASYNC.md).",
+    )
     at_limit: Annotated[Literal["keep", "zero"], CONVERSATIONS_ONLY] = Field(
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
         "environment has given so far (not scored if nothing), or 0.",

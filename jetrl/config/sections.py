@@ -384,11 +384,11 @@ class Config(Section):
                 key, f"rollout.engine = {toml_literal(rollout.engine)} cannot suspend answers and let them go on with "
                 'other weights; set rollout.engine = "jetrl", or rollout.overcommit = 0', ("rollout.engine",),
             )
-        if self.environment.name is not None:
+        if self.environment.name == "command":
             yield Problem(
-                key, "carries single answers over; what an environment has in memory is in no checkpoint, so "
-                "conversations end in the step in which they began. Set rollout.overcommit = 0, or remove "
-                "environment.name", ("environment.name",),
+                key, 'a program of environment.name = "command" cannot be brought back to where a step is cut: what '
+                "it has done is out of our hands. Set rollout.overcommit = 0, or write the agent as a class with "
+                "reset and step", ("environment.name",),
             )
         if rollout.logprobs == "sampled" and rollout.truncates:
             yield Problem(

@@ -7,7 +7,8 @@ than one reference must not be written; the scheduler takes a fresh page and ask
 `Beginnings` knows which full pages hold the keys of which beginning of a sequence, so that another reads them. A page
 is known by a digest of all tokens up to its end, once these are computed and final. It stays known after its last
 holder has gone, until it is given out again: the page that was freed first is. Only requests that are new look there;
-a sequence that was interrupted computes its tokens again.
+a sequence that was interrupted computes its tokens again. Of a sequence that has ended, the page that it had begun is
+known as well, by all of its tokens: who goes on from there (an agent's next turn) takes a copy of that page.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Beginnings:
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
+        # pages that are not full: by the digest of the full ones before, the number of tokens, and these
+        self._ends: dict[bytes, dict[int, dict[bytes, int]]] = {}
+        self._keys: dict[int, list[tuple[bytes, int, bytes]]] = {}  # of each such page; several: another grew in it
 
     def add(self, digest: bytes, page: int) -> None:
         """The keys of these tokens are in `page`. Where another page has them already, that one stays."""
@@ -51,16 +55,42 @@ class Beginnings:
             pages.append(self._pages[digest])
         return pages
 
+    def add_end(self, before: bytes, tokens: np.ndarray, page: int) -> None:
+        """The keys of these `tokens` [n] int32, fewer than a page, behind the full pages up to the digest `before`
+        (b"": none), are the first in `page`."""
+        key = before, len(tokens), tokens.tobytes()
+        same_length = self._ends.setdefault(before, {}).setdefault(len(tokens), {})
+        if key[2] not in same_length:
+            same_length[key[2]] = page
+            self._keys.setdefault(page, []).append(key)
+
+    def find_end(self, before: bytes, tokens: np.ndarray) -> tuple[int, int]:
+        """The page that is not full with the most of the first `tokens` [n] int32 behind `before`, and how many; else 0
+        and 0."""
+        known = self._ends.get(before, {})
+        for length in sorted((length for length in known if length <= len(tokens)), reverse=True):
+            page = known[length].get(tokens[:length].tobytes())
+            if page is not None:
+                return page, length
+        return 0, 0
+
     def drop(self, pages: Iterable[int]) -> None:
         """These pages are given out, and will hold something else."""
         for page in pages:
             if page in self._digests:
                 del self._pages[self._digests.pop(page)]
+            for before, length, tokens in self._keys.pop(page, ()):
+                known = self._ends[before]
+                del known[length][tokens]
+                if not known[length]:
+                    del known[length]
+                if not known:
+                    del self._ends[before]
 
     def clear(self) -> None:
         """The keys are gone, or of other weights."""
-        self._pages.clear()
-        self._digests.clear()
+        for known in (self._pages, self._digests, self._ends, self._keys):
+            known.clear()
 
     def __len__(self) -> int:
         return len(self._pages)

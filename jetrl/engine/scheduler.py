@@ -271,6 +271,17 @@ class Scheduler:
                 self.allocator.beginnings.add(seq.digests[place], int(at.table[slot, place]))
             at.num_known[slot] = count
 
+    def _tell_end(self, seq: Tracked) -> None:
+        """Tell of the page that a sequence has begun, now that it ends; its last token is drawn, but not computed."""
+        at, size = self.slots, self.allocator.page_size
+        known = min(int(at.computed[seq.slot]), int(at.length[seq.slot]) - 1)
+        full = known // size
+        if known % size:
+            tokens = at.tokens[seq.slot, :known]
+            digests = page_digests(tokens, size, seq.digests or self._digests(seq.prefix))
+            before = digests[full - 1] if full else b""
+            self.allocator.beginnings.add_end(before, tokens[full * size :], int(at.table[seq.slot, full]))
+
     def _digests(self, prefix: Prefix) -> list[bytes]:
         """Those of a prompt's full pages, made once for all of its samples."""
         if prefix.digests is None:
@@ -290,6 +301,8 @@ class Scheduler:
     def _finish(self, seq: Tracked | None, stopped: bool) -> Finished:
         """The sequence has finished; its pages stay if it is a turn whose conversation may continue."""
         assert seq is not None, "the slot is empty"
+        if self.share_beginnings and not seq.is_turn:
+            self._tell_end(seq)
         computed, (pages, row), prompt = int(self.slots.computed[seq.slot]), self._leave(seq), seq.prefix.length
         if row is not None and seq.is_turn and not self._reaches(computed, len(seq.tokens) - 1):
             seq.keeps = False  # a burst went on beyond the end, and the state with it
@@ -459,19 +472,24 @@ class Scheduler:
             alone = computed % size and self.allocator.ref_counts[pages[-1]] == 1
             return pages, computed, len(pages) if alone else computed // size
         if seq.prefix.pages is None:
-            pages = self._beginning(seq)
-            return pages, len(pages) * size, len(pages)
+            return self._beginning(seq)
         computed = min(seq.prefix.length, len(seq.tokens) - 1)  # the next token is drawn from the last known one's row
         if self.rows is not None:
             computed = seq.prefix.length - 1  # where the state is
         return seq.prefix.pages, computed, computed // size
 
-    def _beginning(self, seq: Tracked) -> list[int]:
-        """The pages with the longest known beginning of a request that is new, short of its last token."""
+    def _beginning(self, seq: Tracked) -> tuple[list[int], int, int]:
+        """The pages with the longest known beginning of a request that is new, short of its last token: as
+        `_known_pages`."""
         if not self.share_beginnings or len(seq.tokens) > seq.prefix.length:
-            return []
-        most = (len(seq.tokens) - 1) // self.allocator.page_size
-        return self.allocator.beginnings.find(self._digests(seq.prefix)[:most])
+            return [], 0, 0
+        size, known = self.allocator.page_size, self.allocator.beginnings
+        digests = self._digests(seq.prefix)
+        pages = known.find(digests[: (len(seq.tokens) - 1) // size])
+        full = len(pages)
+        rest = seq.tokens[full * size : min((full + 1) * size, len(seq.tokens)) - 1]
+        end, count = known.find_end(digests[full - 1] if full else b"", rest)
+        return [*pages, *([end] if count else [])], full * size + count, full
 
     def _occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
         """Let a waiting sequence run, with `pages`."""

@@ -15,45 +15,48 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from queue import Empty
 from typing import IO, Any
 
-from jetrl.chat.fields import Message
 from jetrl.environments.retry import score_answer
+from jetrl.environments.spoken import Spoken
+from jetrl.environments.worker import ConversationFailed, Worker, Workers, give_up, result_of
 from jetrl.errors import UserError, shorten
 from jetrl.rewards.function import RewardFunction
-from jetrl.serve.gateway import MODEL, Gateway, conversation
+from jetrl.serve.gateway import MODEL
 from jetrl.untrusted import json_value
 
-_PERIOD = 0.05  # seconds between two looks at the program
 _SHOWN = 2000  # bytes of what it printed that are read at its end
-_GATEWAY = Gateway()
 
 
-class ProgramFailed(Exception):
-    """The program did not do its part."""
+WORKERS = Workers()
 
 
-class Command:
-    """One conversation. `time_limit`: seconds for the whole program, after which it is ended."""
+class Command(Spoken):
+    """A program speaks, one for each conversation, which is ended after `time_limit` seconds; or with `lasting` one
+    for all of them (`environments/worker.py`)."""
 
     def __init__(
-        self, command: str | Sequence[str], reward: RewardFunction | None = None, time_limit: float = 600.0
+        self, command: str | Sequence[str], reward: RewardFunction | None = None, time_limit: float = 600.0,
+        forks: bool = True, ignore: Sequence[str] = (), lasting: bool = False,
     ) -> None:
-        self.words = words_of(command)
-        if type(time_limit) not in (int, float) or not time_limit > 0:
-            raise UserError(f"environment.params.time_limit: must be seconds above 0, got {time_limit!r}.")
-        self.reward, self.time_limit = reward, time_limit
+        super().__init__(time_limit, forks, ignore)
+        if type(lasting) is not bool:
+            raise UserError(f"environment.params.lasting: must be true or false, got {lasting!r}.")
+        self.words, self.reward, self.lasting = words_of(command), reward, lasting
+        self.worker: Worker | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
-    def reset(self, problem: dict[str, Any]) -> list[Message]:
-        """Start the program; the messages of its first call."""
-        self.problem, self.last = problem, ""
-        self.episode = _GATEWAY.open()
-        self.deadline = time.monotonic() + self.time_limit
+    def begin(self, problem: dict[str, Any]) -> None:
+        """Start the program, or tell the one that runs."""
+        if self.lasting:
+            self.worker = WORKERS.take(self.words)
+            self.worker.send({
+                "episode": self.episode.id, "url": self.episode.url, "key": self.episode.key, "model": MODEL,
+                "problem": problem,
+            })
+            return
         self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         given = {
             "OPENAI_BASE_URL": self.episode.url, "OPENAI_API_KEY": self.episode.key, "OPENAI_MODEL": MODEL,
@@ -70,52 +73,44 @@ class Command:
                 )
             except OSError as error:
                 raise UserError(f"environment.params.command: {self.words[0]} cannot be started: {error}.") from error
-        messages = self._next()
-        if messages is None:
-            raise ProgramFailed("the program ended without asking the policy")
-        return messages
 
-    def step(self, action: str) -> tuple[list[Message], float | None, bool]:
-        """Answer the program's call; the messages of its next one, or its end and its reward."""
-        self.last = action
-        self.episode.answer(action)
-        messages = self._next()
-        return ([], self._reward(), True) if messages is None else (messages, None, False)
+    def over(self) -> bool:
+        """Whether the program has ended with status 0, or has done with this conversation."""
+        if self.worker is not None:
+            return bool(result_of(self.worker, self.episode.id))
+        assert self.process is not None
+        status = self.process.poll()
+        if status:
+            raise ConversationFailed(f"the program ended with status {status}: {_tail(self.errors)}")
+        return status == 0
+
+    def end(self) -> None:
+        """End the program, and what it has started, wherever it is."""
+        if self.worker is not None:
+            give_up(self.worker, self.episode.id)
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the program, and what it has started, wherever it is."""
-        if self.process is None:
-            return
-        self.episode.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.output.close()
-        self.errors.close()
+        """End the conversation and the program."""
+        super().close()
+        if self.process is not None:
+            self.process.wait()
+            self.output.close()
+            self.errors.close()
 
-    def _next(self) -> list[Message] | None:
-        """The messages of the next call; None: the program has ended, without an error."""
-        assert self.process is not None
-        while True:
-            status = self.process.poll()
-            with suppress(Empty):  # a call that came before its end counts
-                return conversation(self.episode.asks.get(timeout=_PERIOD))
-            if status:
-                raise ProgramFailed(f"the program ended with status {status}: {_tail(self.errors)}")
-            if status == 0:
-                return None
-            if time.monotonic() > self.deadline:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                raise ProgramFailed(f"the program took longer than time_limit = {self.time_limit:g} seconds")
-
-    def _reward(self) -> float | None:
+    def scored(self) -> float | None:
+        """What it posted or printed, or the task's reward."""
         if self.episode.reward is not None:
             return self.episode.reward
-        lines = _tail(self.output).splitlines()
+        if self.worker is not None and "reward" in (found := result_of(self.worker, self.episode.id)):
+            return found["reward"]  # the pool checks it
+        lines = _tail(self.output).splitlines() if self.process is not None else []
         with suppress(ValueError):
             found = json_value(lines[-1] if lines else "")
             if isinstance(found, dict) and "reward" in found:
-                return found["reward"]  # the pool checks it
+                return found["reward"]
         return None if self.reward is None else score_answer(self.reward, self.problem, self.last)
 
 

@@ -9,18 +9,46 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jetrl.chat.fields import Message
 from jetrl.chat.messages import TurnEncoder
 from jetrl.config import TaskConfig
+from jetrl.environments.asked import Asked, Said
 from jetrl.environments.environment import BadReply, Factory, opening_of, problem_mapping, step_of
-from jetrl.errors import Notice, UserError
-from jetrl.types import Completion, Problem, Reply
+from jetrl.errors import Notice, UserError, shown
+from jetrl.types import Completion, FinishReason, Problem, Reply, Segment
 from jetrl.user_code.calls import Background, Call, Loop
 from jetrl.user_code.guard import check_unchanged, process_settings, put_back
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What an environment said before it was begun again; None: nothing, which has no tokens."""
+
+    said: Segment | None
+    reward: float | None
+
+    def unlike(self, reply: Reply) -> str:
+        """How a reply differs; "" where it does not."""
+        text = "" if self.said is None else self.said.text
+        if reply.done:
+            return "it ended the conversation, and did not before"
+        if reply.text != text:
+            return f"it said {shown(reply.text)}, and {shown(text)} before"
+        return "" if reply.reward == self.reward else f"it gave a reward of {reply.reward}, and {self.reward} before"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taken:
+    """A turn of the policy, the conversation that it belongs to, and all tokens up to its end."""
+
+    completion: Completion
+    opening: Sequence[Message]
+    variables: Mapping[str, Any]
+    tokens: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +59,11 @@ class _Conversation:
     problem: Problem
     loop: Loop | None  # where its coroutines run
     environment: Any = None
-    opening: Sequence[Message] = ()
+    opening: Sequence[Message] = ()  # of what the policy's last turn belongs to
+    variables: Mapping[str, Any] = field(default_factory=dict)  # its keywords for the chat template
     turn: Completion | None = None  # the policy's last
+    prompt: tuple[int, ...] = ()  # all tokens before the policy's next turn; these two only where `takes_turns`
+    turns: list[_Taken] = field(default_factory=list)
     method: str = ""  # what runs or ran last, for messages
     busy: bool = False  # a call is under way
     owes: bool = False
@@ -40,6 +71,14 @@ class _Conversation:
     closed: bool = False
     closing: bool = False  # the environment's `close` is under way
     stuck: bool = False  # a call was abandoned: the environment is out of our hands
+    said: list[str] = field(default_factory=list)  # the policy's turns
+    last: Reply | None = None  # to the last of them
+    held: bool = False  # `last` waits until it is asked for
+    due: bool = True  # `last` is given when it goes on, even if it was given before
+    ahead: deque[Completion] = field(default_factory=deque)  # turns that the environment is yet to hear
+    known: deque[_Heard] = field(default_factory=deque)  # what it has to say to the next ones, which nobody waits for
+    broken: Reply | None = None  # how it failed while it heard them
+    begun_again: bool = False
 
 
 @dataclass(slots=True)
@@ -59,6 +98,7 @@ class EnvironmentPool:
     _talks: dict[int, _Conversation] = field(default_factory=dict)
     _calls: dict[Call, _Conversation] = field(default_factory=dict)
     _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and were not looked at yet
+    _again: list[_Conversation] = field(default_factory=list)  # those whose last reply is to be given now
     _background: Background = field(init=False)
     _settings: dict[str, Any] = field(default_factory=process_settings)
 
@@ -85,31 +125,112 @@ class EnvironmentPool:
     def act(self, key: int, completion: Completion) -> None:
         """The policy's turn; ignored if the conversation is over."""
         talk = self._talks[key]
-        if talk.over:
-            return
-        assert not talk.owes, f"conversation {key}: it is the environment's turn"
+        talk.said.append(completion.text)
+        talk.last = None
+        if talk.broken is not None:
+            talk.last = talk.broken
+            self._again.append(talk)
+        elif talk.owes and talk.begun_again:
+            talk.ahead.append(completion)
+        elif not talk.over:
+            assert not talk.owes, f"conversation {key}: it is the environment's turn"
+            self._step(talk, completion)
+
+    def _step(self, talk: _Conversation, completion: Completion) -> None:
         talk.turn, talk.owes = completion, True
+        said: Any = completion.text
+        if self.factory.takes_turns:
+            said = Said(talk.prompt, completion)
+            tokens = talk.prompt + tuple(completion.tokens.tolist())
+            talk.turns.append(_Taken(completion, talk.opening, talk.variables, tokens))
         talk.method = where = f"{self.factory.name}.step"
-        self._submit(talk, "step", lambda: talk.environment.step(completion.text), lambda value: step_of(value, where))
+        self._submit(talk, "step", lambda: talk.environment.step(said), lambda value: step_of(value, where))
 
     def poll(self, wait: bool) -> list[Reply]:
         """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
         while True:
             replies = self._ready()
             self.check_settings()
-            if replies or not wait or not any(talk.owes for talk in self._talks.values()):
+            if replies or not wait or not any(talk.owes and not talk.held for talk in self._talks.values()):
                 return replies
             self._background.wait(self.timeout)
 
     def _ready(self) -> list[Reply]:
         """The replies from the calls that are over."""
         self._ended += self._background.collect()
-        replies = []
         while self._ended:
             call = self._ended.popleft()
-            if (reply := self._reply(self._calls.pop(call), call)) is not None:
-                replies.append(reply)
-        return replies
+            talk = self._calls.pop(call)
+            if (reply := self._reply(talk, call)) is not None:
+                self._take(talk, reply)
+        again, self._again = self._again, []
+        return [talk.last for talk in again if talk.last is not None and not talk.held and not talk.closed]
+
+    def _take(self, talk: _Conversation, reply: Reply) -> None:
+        """Give a reply, or keep it while the conversation is held. What an environment says that was begun again, and
+        has said before, is compared."""
+        if talk.known and not reply.failure:
+            if unlike := talk.known.popleft().unlike(reply):
+                raise UserError(self._not_the_same(talk, unlike))
+        elif talk.known:
+            talk.broken, due = reply, len(talk.ahead) + 1 > len(talk.known)
+            talk.known.clear()
+            talk.ahead.clear()
+            if due:
+                self._give(talk, reply)
+            return
+        else:
+            self._give(talk, reply)
+        if talk.ahead and not talk.over:
+            self._step(talk, talk.ahead.popleft())
+
+    def _give(self, talk: _Conversation, reply: Reply) -> None:
+        talk.last = reply
+        if not talk.held:
+            self._again.append(talk)
+
+    def _not_the_same(self, talk: _Conversation, unlike: str) -> str:
+        return (
+            f"Environment {self.factory.name}, problem {talk.problem.id}: it was begun again to hear the same turns as "
+            f"before, and after {len(talk.said) - len(talk.ahead)} of them {unlike}. With rollout.overcommit, an "
+            "environment is called again with the same turns where a step is cut and where a run is resumed: what it "
+            'says must depend on these and on problem["seed"] alone. Make it so, or set rollout.overcommit = 0.'
+        )
+
+    def hold(self, key: int) -> None:
+        """`carry_turns.CarriedConversations.hold`; unknown ones are ignored."""
+        if key in self._talks:
+            self._talks[key].held = True
+
+    def go_on(self, key: int) -> None:
+        """The end of `hold`: a reply that has arrived since is given by the next `poll`."""
+        talk = self._talks[key]
+        talk.held = False
+        if talk.due and talk.last is not None:
+            self._again.append(talk)
+
+    def bring(
+        self, key: int, problem: Problem, segments: Sequence[Segment], due: bool, finish: FinishReason = "stop"
+    ) -> None:
+        """`carry_turns.CarriedConversations.bring`. The environment hears the turns again in the background."""
+        turns = [segment for segment in segments if segment.author == "policy"]
+        talk = self._talks.get(key)
+        there = talk is not None and talk.said == [turn.text for turn in turns] and (due or not talk.over)
+        if not there:
+            if talk is not None:
+                self.close(key)
+            self.start(key, problem)
+            talk = self._talks[key]
+            talk.begun_again, talk.said = True, [turn.text for turn in turns]
+            talk.ahead.extend(_completion(key, turn, finish) for turn in turns)
+            talk.known.extend(_heard(segments, due))
+        assert talk is not None
+        talk.held, talk.due = True, due
+
+    def keep_only(self, keys: Collection[int]) -> None:
+        """Close the conversations that are held, other than these."""
+        for key in [key for key, talk in self._talks.items() if talk.held and key not in keys]:
+            self.close(key)
 
     def check_settings(self) -> None:
         """Raises UserError where an environment has changed settings that it shares with training."""
@@ -183,16 +304,34 @@ class EnvironmentPool:
     def _spoken(self, talk: _Conversation, value: Any) -> Reply:
         """The reply that `reset` or `step` gave, as tokens."""
         if talk.turn is None:
-            talk.opening = value
-            first = self.encoder.first(talk.problem, value)
-            opened = self.encoder.opened(talk.problem, value)
-            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value), opened=opened)
+            return self._prompt(talk, value)
         messages, reward, talk.over = value
         text = self.encoder.text(messages)
         if talk.over:
             return Reply(talk.key, (), text, reward, done=True, messages=tuple(messages))
+        if isinstance(messages, Asked):
+            return replace(self._behind(talk, messages), reward=reward)
         tokens = self.encoder.later(talk.problem, talk.opening, messages, talk.turn)
         return Reply(talk.key, tokens, text, reward, messages=tuple(messages))
+
+    def _behind(self, talk: _Conversation, messages: Asked) -> Reply:
+        """What follows any turn, or begins anew."""
+        if messages.after < 0:
+            return replace(self._prompt(talk, messages, limited=False), after=-1)
+        taken = talk.turns[messages.after]
+        talk.opening, talk.variables = taken.opening, taken.variables
+        encoder = self.encoder.given(taken.variables)
+        tokens = encoder.later(talk.problem, taken.opening, messages, taken.completion)
+        talk.prompt = taken.tokens + tokens
+        return Reply(talk.key, tokens, encoder.text(messages), messages=tuple(messages), after=messages.after)
+
+    def _prompt(self, talk: _Conversation, messages: Sequence[Message], limited: bool = True) -> Reply:
+        """The first messages as tokens, or those of a history that begins anew."""
+        talk.opening, talk.variables = messages, getattr(messages, "variables", {})
+        encoder = self.encoder.given(talk.variables)
+        first, opened = encoder.first(talk.problem, messages, limited), encoder.opened(talk.problem, messages)
+        talk.prompt = first if self.factory.takes_turns else ()
+        return Reply(talk.key, first, encoder.text(messages), messages=tuple(messages), opened=opened)
 
     def _close(self, talk: _Conversation) -> None:
         """Call the environment's `close`, if there is one and its last call has come back."""
@@ -227,6 +366,24 @@ class EnvironmentPool:
             "limit, one after the other: use await where it waits, or write def instead of async def"
         )
         return text + (blocks if call.blocking else "")
+
+
+def _completion(key: int, turn: Segment, finish: FinishReason) -> Completion:
+    """A turn of the policy as its environment got it."""
+    return Completion(key, turn.tokens, turn.logprobs, turn.text, finish, turn.spans[-1][1], "", turn.spans)
+
+
+def _heard(segments: Sequence[Segment], due: bool) -> list[_Heard]:
+    """What the environment said first and then to each turn, without the reply that is due."""
+    found = list[_Heard]()
+    for segment in segments:
+        if segment.author == "policy":
+            found.append(_Heard(None, segment.reward))
+        elif found:
+            found[-1] = replace(found[-1], said=segment)
+        else:
+            found.append(_Heard(segment, None))
+    return found[:-1] if due else found
 
 
 def build_pool(

@@ -22,23 +22,28 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from jetrl.chat.fields import Message, message_of
+from jetrl.chat.prompts import uses_chat_template
 from jetrl.config import TaskConfig
+from jetrl.environments.asked import Asked
 from jetrl.environments.calculator import Calculator
 from jetrl.environments.command import Command
 from jetrl.environments.retry import Retry
+from jetrl.environments.spoken import Spoken
+from jetrl.environments.verifiers import Verifiers, require_verifiers
 from jetrl.errors import UserError, defined_at, shown
 from jetrl.hashing import stable_hash
 from jetrl.rewards.function import RewardFunction
+from jetrl.serve.calls import form_of
 from jetrl.types import Problem
 from jetrl.user_code.from_python import NOTHING, FromPython, is_given
 from jetrl.user_code.importing import import_attribute
 from jetrl.values import value_of
 
-BUILTIN: Mapping[str, type] = {"calculator": Calculator, "command": Command, "retry": Retry}
+BUILTIN: Mapping[str, type] = {"calculator": Calculator, "command": Command, "retry": Retry, "verifiers": Verifiers}
 TOOLS = "tools"  # built in as well, and made of `environment.tools` by `environments/tools.py`
 
 Messages = str | Message | Sequence[Message]
@@ -67,16 +72,25 @@ class BadReply(Exception):
 class Factory:
     """Makes the environments of a run, one for each conversation. The chat template sees `variables` besides those of
     `task.chat_template_kwargs`. `adds`: keys of its messages that a template need not write. `makes_prompts`: whether
-    `reset` may begin otherwise than with the task's prompt."""
+    `reset` may begin otherwise than with the task's prompt. `attributes`: what a new one is told of the run."""
 
     kind: type
     params: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
     adds: frozenset[str] = frozenset()
     makes_prompts: bool = True
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether `step` gets the policy's turn as `Said`, and may go on from any turn (`Asked`)."""
+        return issubclass(self.kind, Spoken)
 
     def __call__(self) -> Any:
-        return self.kind(**self.params)
+        made = self.kind(**self.params)
+        for name, value in self.attributes.items():
+            setattr(made, name, value)
+        return made
 
     @property
     def name(self) -> str:
@@ -108,6 +122,8 @@ def load_environment(
         kind = import_attribute(name, "environment.name", "class", own=own)
     elif name in BUILTIN:
         kind = BUILTIN[name]
+        if kind is Verifiers:
+            require_verifiers()
     else:
         near = difflib.get_close_matches(name, (*BUILTIN, TOOLS), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join((*BUILTIN, TOOLS))}."
@@ -123,6 +139,16 @@ def load_environment(
     if kind in BUILTIN.values():
         factory()  # ours check their parameters and cost nothing; yours may need servers, and are made when used
     return factory
+
+
+def for_tokenizer(factory: Factory, tokenizer: Any, config: TaskConfig) -> Factory:
+    """The factory of a run with this tokenizer: an environment that others speak through learns how the policy writes
+    calls of tools."""
+    if not factory.takes_turns:
+        return factory
+    chat = uses_chat_template(config.chat_template, tokenizer)
+    known = {"chat": chat, "form": form_of(tokenizer) if chat else None}
+    return replace(factory, attributes=known, adds=frozenset({"tool_call_id", "name"}))
 
 
 def _check_method(kind: type, method: str, argument: str) -> None:
@@ -181,6 +207,8 @@ def messages_of(value: Any, where: str) -> list[Message]:
         return [{"role": "user", "content": value}]
     if isinstance(value, Mapping):
         return [_message(value, where)]
+    if isinstance(value, Asked):
+        return value  # checked where they came in
     if isinstance(value, (list, tuple)):
         return [_message(message, where) for message in value]
     raise BadReply(

@@ -33,6 +33,7 @@ from jetrl.untrusted import inside
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "jetrl_adapter.json"
 PREFIX = "base_model.model."  # of PEFT, before the base's own names
+EXPERTS = r"experts\.\d+\.\w+"  # the projections of experts, in PEFT's `rank_pattern`
 NOT_OURS = ("config.json",)  # of a model's small files: it is the base's
 
 
@@ -44,7 +45,7 @@ def adapter_config(lora: Lora, spec: ModelSpec, base: str, revision: str | None)
         "target_modules": adapted_projections(spec, lora), "use_rslora": lora.rslora,
         "lora_dropout": 0.0, "bias": "none", "use_dora": False, "fan_in_fan_out": False, "inference_mode": True,
         "init_lora_weights": True, "modules_to_save": None,
-    }
+    } | ({} if lora.expert_rank is None else {"rank_pattern": {EXPERTS: lora.expert_rank}})
 
 
 def write_adapters(
@@ -119,7 +120,8 @@ class Adapters:
     def settings(self) -> dict[str, Any]:
         """The table [lora] of a config that has these adapters."""
         lora = self.lora
-        return {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets), "rslora": lora.rslora}
+        plain = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets), "rslora": lora.rslora}
+        return plain | ({} if lora.expert_rank is None else {"expert_rank": lora.expert_rank})
 
 
 def _opened(path: Path) -> Any:
@@ -154,13 +156,19 @@ def read_adapters(folder: str | Path) -> Adapters:
     if (folder / RECORD).is_file():
         said = read_json(inside(folder, RECORD))
     plain = {"peft_type": "LORA", "bias": "none"}
-    off = ("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
+    off = ("use_dora", "fan_in_fan_out", "modules_to_save", "alpha_pattern", "target_parameters",
            "trainable_token_indices", "layers_to_transform", "lora_bias")
     wrong = [key for key, value in plain.items() if config.get(key, value) != value]
     if wrong := wrong + [key for key in off if config.get(key)]:
         raise UserError(
             f"{path}: {wrong[0]} = {config.get(wrong[0])!r}: jetrl reads plain LoRA adapters alone, of one rank and "
             "without biases or whole modules."
+        )
+    pattern = config.get("rank_pattern") or {}
+    if not isinstance(pattern, dict) or pattern.keys() - {EXPERTS} or any(type(n) is not int for n in pattern.values()):
+        raise UserError(
+            f"{path}: rank_pattern = {pattern!r}: jetrl reads adapters of one rank, and of another in experts "
+            f"({EXPERTS})."
         )
     rank, alpha, base = config.get("r"), config.get("lora_alpha"), config.get("base_model_name_or_path")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not (base and isinstance(base, str)):
@@ -169,20 +177,24 @@ def read_adapters(folder: str | Path) -> Adapters:
             f"lora_alpha = {alpha!r}, base_model_name_or_path = {base!r}."
         )
     revision, digest = config.get("revision"), said.get("base")
+    targets, experts = _targets(folder)
+    expert_rank = pattern.get(EXPERTS, rank) if experts else None
     return Adapters(
-        folder, Lora(rank, float(alpha), _targets(folder), bool(config.get("use_rslora", False))), base,
+        folder, Lora(rank, float(alpha), targets, bool(config.get("use_rslora", False)), expert_rank), base,
         revision if isinstance(revision, str) else None, said or None, digest if isinstance(digest, str) else None,
     )
 
 
-def _targets(folder: Path) -> tuple[str, ...]:
-    """The projections that have adapters: those of the tensors, as a config may name them by a pattern."""
+def _targets(folder: Path) -> tuple[tuple[str, ...], bool]:
+    """The projections that have adapters: those of the tensors, as a config may name them by a pattern; and whether
+    experts have some."""
     path = inside(folder, WEIGHTS)
     with _opened(path) as file:
-        found = {name.split(".")[-3] for name in file.keys() if name.count(".") > 3}  # noqa: SIM118
+        names = list(file.keys())
+        found = {name.split(".")[-3] for name in names if name.count(".") > 3}
     if odd := sorted(found - set(GROUPS["all"])) or ([] if found else ["none"]):
         raise UserError(f"{path} holds adapters of {some(odd)}; jetrl has them beside {', '.join(GROUPS['all'])}.")
-    return expanded(found)
+    return expanded(found), any(".experts." in name for name in names)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.huggingface import deepseek
+from jetrl.huggingface import deepseek, hybrid
 from jetrl.huggingface import provenance as trained
 from jetrl.spec import ExpertSpec, ModelSpec, RopeSpec
 
@@ -30,6 +30,7 @@ class Family:
     head_dim: int | None = None  # if the key is absent; None: hidden_size / num_attention_heads
     kv_heads_optional: bool = False  # an absent num_key_value_heads means num_attention_heads
     experts: bool = False
+    hybrid: bool = False  # layers of Gated DeltaNet, and gated attention
     latent: bool = False  # latent attention, and DeepSeek's experts
     hidden_act: str = "silu"
 
@@ -40,6 +41,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", 32768, _NO_WINDOW, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, experts=True),
+    hybrid.TEXT: Family("Qwen3_5ForCausalLM", 32768, _NO_BIAS, qk_norm=True, head_dim=256, hybrid=True),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True),
     "glm4_moe_lite": Family(
@@ -99,6 +101,7 @@ _LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_p
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model of a `config.json`; UserError for any key that would make it another model."""
+    config = hybrid.text_config(config)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         which, known = _supported(config)
@@ -119,6 +122,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     read = deepseek.Read(_size, _positive, _flag)
     latent = deepseek.latent_of(config, read) if facts.latent else None
     experts = _experts(config) if facts.experts and latent is None else None
+    head_dim = _head_dim(config, family, hidden_size, num_heads) if latent is None else latent.rope
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -127,20 +131,39 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, family, hidden_size, num_heads) if latent is None else latent.rope,
+        head_dim=head_dim,
         rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, facts.latent),
+        rope=_rope(config, facts),
         max_position=max_position,
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=facts.qkv_bias,
         qk_norm=facts.qk_norm,
         experts=experts if latent is None else deepseek.experts_of(config, family, read),
         latent=latent,
+        **(_hybrid(config, head_dim) if facts.hybrid else {}),
     )
+
+
+def _hybrid(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """What the spec of a hybrid model has beyond others; absent keys have the defaults of transformers."""
+    defaults = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    sizes = {key: _size(config, key, default) for key, default in defaults.items()}
+    kinds = hybrid.layer_types(
+        config, _size(config, "num_hidden_layers"), _size(config, "full_attention_interval", 4)
+    )
+    rope = config.get("rope_parameters") or {}
+    factor = _positive({**config, **rope}, "partial_rotary_factor", 0.25)
+    return {
+        "delta": hybrid.delta_of(sizes, kinds), "rotary_dim": hybrid.rotary_dim(factor, head_dim),
+        "attention_gate": True, "norm_offset": True,
+    }
 
 
 def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
     """For the refusal of a family: what it is, if that can be said, and what takes its place."""
+    if unlike := hybrid.NOT_YET.get(str(config.get("model_type"))):
+        return unlike, ", ".join(FAMILIES)
     if isinstance(config.get("model_type"), str | None) and any(config.get(key) for key in _EXPERT_COUNTS):
         return ", a mixture of experts,", ", ".join(name for name, facts in FAMILIES.items() if facts.experts) + \
             " and, without experts, " + ", ".join(name for name, facts in FAMILIES.items() if not facts.experts)
@@ -183,6 +206,7 @@ def hf_config(
     Rotary keys are written in both layouts, so that programs on transformers 4 and 5 read the same model.
     """
     of_the_base = ("quantization_config", trained.KEY)  # about weights other than those of this config
+    base = None if base is None else hybrid.text_config(base)
     config: dict[str, Any] = {key: value for key, value in (base or {}).items() if key not in of_the_base}
     if base is not None and spec_from_hf(config) != spec:
         raise ValueError(f"base_config describes another model: {spec_from_hf(config)}, not {spec}")
@@ -216,6 +240,10 @@ def hf_config(
             num_experts=e.count, num_experts_per_tok=e.per_token, moe_intermediate_size=e.intermediate_size,
             norm_topk_prob=e.normalized, decoder_sparse_step=e.step, mlp_only_layers=list(e.dense_layers),
         )
+    if spec.delta is not None:
+        config.update(hybrid.written(spec))
+        config.pop("full_attention_interval", None)  # layer_types says it
+        config["rope_parameters"]["partial_rotary_factor"] = config["partial_rotary_factor"]
     return config | dict(FAMILIES[spec.family].written)
 
 
@@ -233,6 +261,8 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
             "jetrl's export. Start from the BF16 model; jetrl quantizes it as the recipe says."
         )
     required = {"hidden_act": (facts.hidden_act, "another activation function")} | _REQUIRED_VALUES
+    if facts.hybrid:
+        required = {key: of for key, of in required.items() if key not in hybrid.KEYS} | hybrid.REQUIRED
     for key, (value, meaning) in required.items():
         if config.get(key) is not None and config[key] != value:
             given = config[key]
@@ -240,7 +270,8 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list | tuple):
         raise UserError(f"layer_types = {layer_types!r} must be a list with a type for each layer.")
-    if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
+    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if other and not facts.hybrid:
         raise UserError(f"layer_types has {', '.join(other)}, which is not supported; only full_attention is.")
     if layer_types and len(layer_types) != config.get("num_hidden_layers"):
         raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
@@ -250,6 +281,8 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         known |= deepseek.SPEC_KEYS | deepseek.HARMLESS
     elif facts.experts:
         known |= _EXPERT_KEYS | _EXPERT_HARMLESS
+    if facts.hybrid:
+        known |= hybrid.KEYS | hybrid.HARMLESS
     # A key that is off (null, false, zero, empty) asks for nothing.
     if unknown := sorted(key for key, value in config.items() if key not in known and value):
         close = difflib.get_close_matches(unknown[0], known - _HARMLESS_KEYS, 1)
@@ -261,9 +294,9 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         )
 
 
-def _rope(config: Mapping[str, Any], yarn: bool = False) -> RopeSpec:
-    """Rotary parameters from either layout; if both are given, they must agree. `yarn`: YaRN is one of them."""
-    read = [_rope_of(config, key, yarn) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+def _rope(config: Mapping[str, Any], facts: Family) -> RopeSpec:
+    """Rotary parameters from either layout; if both are given, they must agree."""
+    read = [_rope_of(config, key, facts) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
     if not read:
         return RopeSpec(theta=_positive(config, "rope_theta", 10000.0))
     if read[0] != read[-1]:
@@ -274,17 +307,22 @@ def _rope(config: Mapping[str, Any], yarn: bool = False) -> RopeSpec:
     return read[0]
 
 
-def _rope_of(config: Mapping[str, Any], key: str, yarn: bool) -> RopeSpec:
+def _rope_of(config: Mapping[str, Any], key: str, facts: Family) -> RopeSpec:
     rope = config[key]
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"{key} = {rope!r} is not supported; give one set of rotary parameters for all layers.")
     theta = _positive(rope if rope.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in (kinds := ("default", "yarn") if yarn else ("default", "llama3")):
-        raise UserError(f"{key}: rope type {kind!r} is not supported; {kinds[0]!r} and {kinds[1]!r} are.")
-    if rope.get("partial_rotary_factor") not in (None, 1):
+    kinds = ("default",) if facts.hybrid else ("default", "yarn") if facts.latent else ("default", "llama3")
+    if kind not in kinds:
+        raise UserError(
+            f"{key}: rope type {kind!r} is not supported; {' and '.join(map(repr, kinds))} "
+            f"{'are' if len(kinds) > 1 else 'is'}."
+        )
+    if not facts.hybrid and rope.get("partial_rotary_factor") not in (None, 1):
         raise UserError(f"{key}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; 1.0 is.")
     allowed = _ROPE_KEYS | {"llama3": _LLAMA3_KEYS, "yarn": deepseek.YARN_KEYS}.get(kind, frozenset())
+    allowed |= hybrid.ROPE_KEYS if facts.hybrid else frozenset()
     if unknown := sorted(name for name, value in rope.items() if name not in allowed and value is not None):
         raise UserError(f"{key}: {unknown[0]} = {rope[unknown[0]]!r} is not supported with rope type {kind!r}.")
     if kind == "default":

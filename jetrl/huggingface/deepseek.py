@@ -14,8 +14,8 @@ from jetrl.spec import DeepSeekSpec, ExpertSpec, LatentSpec, ModelSpec, YarnSpec
 
 SPEC_KEYS = frozenset(
     "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts num_local_experts "
-    "num_experts n_shared_experts num_experts_per_tok moe_intermediate_size norm_topk_prob routed_scaling_factor n_group "
-    "topk_group topk_method scoring_func first_k_dense_replace moe_layer_freq mlp_layer_types rope_interleave "
+    "num_experts n_shared_experts num_experts_per_tok moe_intermediate_size norm_topk_prob routed_scaling_factor "
+    "n_group topk_group topk_method scoring_func first_k_dense_replace moe_layer_freq mlp_layer_types rope_interleave "
     "qk_head_dim num_nextn_predict_layers num_mtp_layers".split()
 )
 # Of training losses and of how others place experts; code of the model's own that jetrl does not run.
@@ -76,8 +76,8 @@ def experts_of(config: Mapping[str, Any], family: str, read: Read) -> ExpertSpec
         raise UserError("norm_topk_prob = true with softmax scores is not supported for deepseek_v2 models; false is.")
     if layers * count > _MOST_MLPS:
         raise UserError(
-            f"num_hidden_layers = {layers} with n_routed_experts = {count} are {layers * count} experts; jetrl takes up "
-            f"to {_MOST_MLPS}."
+            f"num_hidden_layers = {layers} with n_routed_experts = {count} are {layers * count} experts; jetrl takes "
+            f"up to {_MOST_MLPS}."
         )
     shared = 0 if config.get("n_shared_experts") in (None, 0) else read.size(config, "n_shared_experts")
     more = DeepSeekSpec(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.huggingface import carried
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.write import name_tokenizer_class
@@ -41,13 +42,16 @@ def export(
     recipe: Recipe | None = None,
     max_shard_bytes: int = 5 * 10**9,
     trained_with: Recipe | None = None,
+    base: Path | None = None,
 ) -> Path:
     """Write the model of `source` (a model folder, or a checkpoint with one in `model/`) to `out`, whole or not at all.
 
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does. What the
-    model was trained with is noted in its config.json: what `source` says, else `trained_with`. Next to weights and
-    config, only files of `files.KNOWN_FILES` are copied. UserError where a file is a link that leads out of the folder.
+    model was trained with is noted in its config.json: what `source` says, else `trained_with`. Parts that jetrl does
+    not train, such as vision, are taken from `base`, the folder that a run began with, or from `source` (`carried`).
+    Next to weights and config, only files of `files.KNOWN_FILES` are copied. UserError where a file is a link that
+    leads out of the folder.
     """
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():
@@ -66,9 +70,9 @@ def export(
     if (tokenizer := folder / "tokenizer_config.json") in extras:
         hf.read_json(tokenizer)  # its copy is read and changed, under a name that is soon gone
     state = hf.load_state(folder, spec)
-    base = hf.read_config(folder)
-    config = hf.hf_config(spec, base)
-    if (said := base.get(trained.KEY)) or trained_with is not None:
+    given = hf.read_config(folder)
+    config = hf.hf_config(spec, given)
+    if (said := given.get(trained.KEY)) or trained_with is not None:
         config[trained.KEY] = said or trained.record(trained_with)  # type: ignore[arg-type]  # one of the two is there
     types = hf.stored_types(spec, torch.bfloat16)
     tensors = {name: (tensor, types[name]) for name, tensor in hf.to_hf(spec, state).items()}
@@ -80,12 +84,14 @@ def export(
         for ours in fp8_weights(spec, recipe):
             tensors.update(_values(spec, ours, state[ours]))
 
+    completed, written = carried.completed((folder, base), config, tensors)
+
     def copy(target: Path) -> None:
         for path in extras:
             shutil.copyfile(path, target / path.name)
         name_tokenizer_class(target)
 
-    hf.write_folder(out, config, tensors, copy, max_shard_bytes)
+    hf.write_folder(out, completed, written, copy, max_shard_bytes)
     return out
 
 

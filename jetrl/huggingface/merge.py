@@ -22,7 +22,7 @@ from jetrl.huggingface.adapter import CONFIG, RECORD, WEIGHTS, Adapters, adapter
 from jetrl.huggingface.export import refuse_checkpoints
 from jetrl.huggingface.write import name_tokenizer_class
 from jetrl.precision.blocks.layouts import linears_of
-from jetrl.precision.lora import edges
+from jetrl.precision.lora import adapted_rows
 from jetrl.spec import ModelSpec
 
 
@@ -89,16 +89,15 @@ def merge_into(state: dict[str, Tensor], found: Adapters, spec: ModelSpec) -> tu
                 continue
             a, b = (values[f"{at}.lora.{which}.weight"].bfloat16().float() for which in "ab")
             weight = state[f"{at}.weight"].bfloat16().float()
-            chosen, first = found.lora.adapted(linear.projections), 0
-            for number, i in enumerate(chosen):
-                start, stop = edges(linear.sections)[i]
-                rank = found.lora.rank
-                change = b[first : first + stop - start] @ a[number * rank : (number + 1) * rank] * found.lora.scale
+            own = found.lora.of(linear.experts)
+            assert own is not None
+            rows = adapted_rows(own, linear.sections, linear.projections, linear.experts)
+            for (start, stop), in_a, in_b in rows:
+                change = b[in_b : in_b + stop - start] @ a[in_a : in_a + own.rank] * own.scale
                 whole = weight[start:stop] + change
                 weight[start:stop] = whole.bfloat16().float()
                 lost += float((weight[start:stop] - whole).double().square().sum())
                 changed += float(change.double().square().sum())
-                first += stop - start
             state[f"{at}.weight"] = weight.bfloat16()
     return lost, changed
 

@@ -6,7 +6,7 @@ Names are in `model/names.py`, `config.json` in `config.py`, writing in `write.p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jetrl.errors import Notice, UserError
+from jetrl.huggingface import hybrid
 from jetrl.huggingface.config import hf_config as hf_config
 from jetrl.huggingface.config import spec_from_hf as spec_from_hf
 from jetrl.huggingface.files import AGAIN, other_kind, read_json
@@ -89,13 +90,25 @@ def parameters_of(
     """
     folder = Path(folder)
     files, table = _tensor_files(folder), tensor_table(spec)
-    tied_head = _check_names(folder, spec, files, table)
-    return _read_files(folder, files, table, tied_head, rows or {})
+    left_out = () if spec.delta is None else hybrid.CARRIED
+    stored = {hybrid.canonical(name): name for name in files if not name.startswith(left_out)}
+    tied_head = _check_names(folder, spec, stored, table)
+    return _read_files(folder, files, stored, table, tied_head, rows or {})
+
+
+def tensors_of(folder: Path, which: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a folder whose stored names are chosen, as they are stored."""
+    files = {name: file for name, file in _tensor_files(folder).items() if which(name)}
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        with _open(folder / file) as handle:
+            found |= {name: handle.get_tensor(name) for name, of in files.items() if of == file}
+    return found
 
 
 def _read_files(
-    folder: Path, files: Mapping[str, str], table: Mapping[str, tuple[Piece, ...]], tied_head: bool,
-    rows: Mapping[str, tuple[int, int]],
+    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], table: Mapping[str, tuple[Piece, ...]],
+    tied_head: bool, rows: Mapping[str, tuple[int, int]],
 ) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
         handles = {file: stack.enter_context(_open(folder / file)) for file in sorted(set(files.values()))}
@@ -104,7 +117,8 @@ def _read_files(
                 raise UserError(f"{folder / file} lacks the tensor {name}, although {INDEX} lists it there. {AGAIN}")
 
         def read(piece: Piece, start: int, stop: int) -> Tensor:
-            name, handle = piece.name, handles[files[piece.name]]
+            name = stored[piece.name]
+            handle = handles[files[name]]
             _check_shape(folder, piece, handle.get_slice(name).get_shape())
             whole = stop - start == piece.shape[0]
             tensor = handle.get_tensor(name) if whole else handle.get_slice(name)[start:stop]
@@ -154,10 +168,11 @@ def _check_names(
         raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
     drafting = {name for name in present - wanted if _of_further_layer(name, spec)}
     if drafting:
-        warnings.warn(Notice(
+        warnings.warn(
             f"{folder}: {len(drafting)} tensors are of layers that draft further tokens (MTP), behind layer "
-            f"{spec.num_layers - 1}. They are no part of the policy: jetrl leaves them out, and its exports have none."
-        ), stacklevel=2)
+            f"{spec.num_layers - 1}. They are no part of the policy: jetrl leaves them out, and its exports have none.",
+            Notice, stacklevel=2,
+        )
         present -= drafting
     tied_head = spec.tie_embeddings and "lm_head.weight" in present
     if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
@@ -180,7 +195,8 @@ def _join(pieces: tuple[Piece, ...], start: int, stop: int, read: _Read) -> Tens
     edges = list(accumulate((piece.shape[0] for piece in pieces), initial=0))
     cuts = [(p, max(start - edge, 0), min(stop - edge, p.shape[0])) for p, edge in zip(pieces, edges, strict=False)]
     parts = [read(*cut) for cut in cuts if cut[1] < cut[2]] or [read(pieces[0], 0, 0)]  # no rows, but a type
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    value = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return value if value.ndim < 3 else value.flatten(1)
 
 
 def _check_shape(folder: Path, piece: Piece, shape: list[int]) -> None:

@@ -97,7 +97,8 @@ def write_shards(
             value = whole(ours)
             for piece, part in zip(pieces, value.split([piece.shape[0] for piece in pieces]), strict=True):
                 if piece.name in names:
-                    held[piece.name] = part.to("cpu", piece.stored(dtype), copy=True).contiguous()
+                    stored = part.to("cpu", piece.stored(dtype), copy=True)
+                    held[piece.name] = stored.reshape(piece.shape).contiguous()
             del value, part
         _write_file(folder / file, held)
         written.append(folder / file)

@@ -19,6 +19,7 @@ from jetrl.kernels import tiles
 from jetrl.kernels.registry import Backend, load, tables
 from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, require
 
+LATENT = ("reference",)  # backends whose latent attention is certified: hopper's has not run on a GPU
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
 _serving = {"cpu": "reference", "cuda": "auto"}  # by type of device; `select` changes it
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
@@ -39,13 +40,27 @@ def load_backend(name: str) -> Backend:
 @cache
 def require_experts(name: str) -> Backend:
     """The backend `name`, if it has kernels for mixtures of experts; UserError else."""
-    backend, ops = load_backend(name), [op.name for op in tables()["experts"]]
+    return _with_folder(
+        name, "experts", 'mixtures of experts: set kernels = "hopper" on a GPU or "reference" on a CPU, or use a dense '
+        "model"
+    )
+
+
+@cache
+def require_delta(name: str) -> Backend:
+    """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
+    return _with_folder(
+        name, "delta", 'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
+        "as Qwen3"
+    )
+
+
+def _with_folder(name: str, folder: str, what: str) -> Backend:
+    """The backend `name`, if it has all ops of a folder; UserError if it has none."""
+    backend, ops = load_backend(name), [op.name for op in tables()[folder]]
     if missing := [op for op in ops if not hasattr(backend, op)]:
         assert len(missing) == len(ops), f"backend {name} lacks {missing}"
-        raise UserError(
-            f'kernels = "{name}" cannot compute mixtures of experts: set kernels = "hopper" on a GPU or "reference" '
-            "on a CPU, or use a dense model."
-        )
+        raise UserError(f'kernels = "{name}" cannot compute {what}.')
     return backend
 
 
@@ -61,14 +76,13 @@ def definition(name: str) -> str:
 
 @cache
 def require_latent(name: str) -> Backend:
-    """The backend `name`, if it has kernels for latent attention; UserError else."""
-    backend = load_backend(name)
-    if not hasattr(backend, "latent_attend"):
+    """The backend `name`, if its kernels for latent attention have a certificate; UserError else."""
+    if name not in LATENT:
         raise UserError(
-            f'kernels = "{name}" cannot compute latent attention (MLA): set device = "cpu" (kernels = "reference"), or '
-            "use a model without it."
+            f'kernels = "{name}" cannot compute latent attention (MLA) yet: set device = "cpu" (kernels = '
+            '"reference"), or use a model without it.'
         )
-    return backend
+    return load_backend(name)
 
 
 def select(name: str) -> None:
@@ -100,6 +114,11 @@ def backend_of(x: Tensor) -> Backend:
 def experts_backend_of(x: Tensor) -> Backend:
     """The same, for the ops of mixtures of experts."""
     return require_experts(_name_for(x.device))
+
+
+def delta_backend_of(x: Tensor) -> Backend:
+    """The same, for the ops of Gated DeltaNet."""
+    return _instead.get(x.device.type) or require_delta(_name_for(x.device))
 
 
 def _name_for(device: torch.device) -> str:

@@ -18,10 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl.kernels.tiles import kind_of
+
 ON_GPU = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # else no inline assembly
 # of the GPU that this process has; without one that of Hopper, for which kernels may be compiled all the same
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 DEPENDENT = ON_GPU.value and CAPABILITY >= (9, 0)
+OLD_MMA = tl.constexpr(ON_GPU.value and kind_of(CAPABILITY) == "mma")  # operands of products wait in registers
 E4M3 = tl.constexpr(CAPABILITY >= (8, 9))  # whether instructions convert to E4M3 and multiply its codes
 LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if DEPENDENT else {"PDL": False}
 

@@ -40,18 +40,39 @@ class Attention(NamedTuple):
     split: bool = False
 
 
-# BF16: (at most so many rows of tokens, tile), ...: the first that holds
-_GEMMS: dict[Kind, tuple[tuple[int | None, Gemm], ...]] = {
-    "mma": ((16, Gemm(16, 32, 128, 4, 4)), (64, Gemm(64, 32, 128, 4, 4)), (None, Gemm(128, 128, 32, 4, 8))),
-    "wgmma": ((64, Gemm(64, 32, 128, 4, 4)), (256, Gemm(64, 128, 64, 4, 4)), (None, Gemm(128, 128, 64, 3, 8))),
-    "tcgen05": ((128, Gemm(128, 32, 64, 4, 4)), (None, Gemm(128, 128, 64, 3, 4))),
+# (at most so many rows of tokens, tile, another), ...: the first that holds. The other tile is for weights that would
+# not cover the processors. Tokens are read once for each tile of the weight, so wide tiles are better.
+_GEMMS: dict[Kind, tuple[tuple[int | None, Gemm, Gemm], ...]] = {
+    "mma": (
+        (16, Gemm(16, 64, 128, 4, 4), Gemm(16, 32, 128, 4, 4)), (64, Gemm(64, 64, 64, 4, 4), Gemm(64, 32, 128, 4, 4)),
+        (None, Gemm(128, 128, 32, 4, 8), Gemm(128, 128, 32, 4, 8)),
+    ),
+    "wgmma": (
+        (64, Gemm(64, 64, 128, 3, 4), Gemm(64, 32, 128, 4, 4)), (512, Gemm(64, 128, 64, 4, 4), Gemm(64, 64, 128, 3, 4)),
+        (None, Gemm(128, 256, 64, 3, 8), Gemm(128, 128, 64, 3, 8)),
+    ),
+    "tcgen05": (
+        (128, Gemm(128, 64, 64, 4, 4), Gemm(128, 32, 64, 3, 4)),
+        (None, Gemm(128, 128, 64, 3, 8), Gemm(128, 128, 64, 3, 8)),
+    ),
 }
 # FP8, in steps of 128
-_GEMMS_FP8: dict[Kind, tuple[tuple[int | None, Gemm], ...]] = {
-    "mma": ((16, Gemm(16, 32, 128, 4, 4)), (None, Gemm(64, 128, 128, 3, 4))),
-    "wgmma": ((64, Gemm(64, 32, 128, 4, 4)), (256, Gemm(64, 128, 128, 3, 4)), (None, Gemm(128, 128, 128, 3, 8))),
-    "tcgen05": ((128, Gemm(128, 32, 128, 3, 4)), (None, Gemm(128, 128, 128, 3, 8))),
+_GEMMS_FP8: dict[Kind, tuple[tuple[int | None, Gemm, Gemm], ...]] = {
+    "mma": (
+        (16, Gemm(16, 64, 128, 4, 4), Gemm(16, 32, 128, 4, 4)),
+        (None, Gemm(64, 128, 128, 3, 4), Gemm(64, 64, 128, 3, 4)),
+    ),
+    "wgmma": (
+        (64, Gemm(64, 64, 128, 4, 4), Gemm(64, 32, 128, 4, 4)),
+        (512, Gemm(64, 128, 128, 3, 4), Gemm(64, 64, 128, 4, 4)),
+        (None, Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8)),
+    ),
+    "tcgen05": (
+        (128, Gemm(128, 64, 128, 3, 4), Gemm(128, 32, 128, 3, 4)),
+        (None, Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8)),
+    ),
 }
+_WIDE_FROM = 5760  # rows of a weight: 90 tiles of 64
 _ATTENTION: dict[Kind, tuple[Attention, Attention]] = {  # of few rows (decode, drafts), of many
     "mma": (Attention(16, 2, 4), Attention(64, 2, 8)),
     "wgmma": (Attention(64, 2, 4), Attention(128, 2, 8, True)),
@@ -66,14 +87,19 @@ def kind_of(capability: tuple[int, int]) -> Kind:
     return "wgmma" if capability[0] == 9 else "mma"
 
 
-def gemm(capability: tuple[int, int], rows: int) -> Gemm:
-    """The tile for so many rows of tokens."""
-    return next(tile for most, tile in _GEMMS[kind_of(capability)] if most is None or rows <= most)
+def gemm(capability: tuple[int, int], rows: int, cols: int) -> Gemm:
+    """The tile for so many rows of tokens, and of the weight. Their number changes no bit."""
+    return _chosen(_GEMMS[kind_of(capability)], rows, cols)
 
 
-def gemm_fp8(capability: tuple[int, int], rows: int) -> Gemm:
+def gemm_fp8(capability: tuple[int, int], rows: int, cols: int) -> Gemm:
     """The same for codes."""
-    return next(tile for most, tile in _GEMMS_FP8[kind_of(capability)] if most is None or rows <= most)
+    return _chosen(_GEMMS_FP8[kind_of(capability)], rows, cols)
+
+
+def _chosen(table: tuple[tuple[int | None, Gemm, Gemm], ...], rows: int, cols: int) -> Gemm:
+    wide, narrow = next((wide, narrow) for most, wide, narrow in table if most is None or rows <= most)
+    return wide if cols >= _WIDE_FROM else narrow
 
 
 def attention(capability: tuple[int, int]) -> tuple[Attention, Attention]:

@@ -62,15 +62,15 @@ class Adapter(nn.Module):
 
     def __init__(
         self, lora: Lora, in_features: int, sections: tuple[int, ...], chosen: tuple[int, ...],
-        master_dtype: torch.dtype | None, dtype: torch.dtype,
+        master_dtype: torch.dtype | None, dtype: torch.dtype, copies: int = 1,
     ) -> None:
         super().__init__()
         self.rank, self.scale = lora.rank, lora.scale
         of_base = edges(sections)
         rows = tuple(sections[i] for i in chosen)
         self.places = tuple((of_base[i], own) for i, own in zip(chosen, edges(rows), strict=True))  # in y, in b
-        self.a = Published((len(chosen) * lora.rank, in_features), master_dtype, dtype)
-        self.b = Published((sum(rows), lora.rank), master_dtype, dtype)
+        self.a = Published((copies * len(chosen) * lora.rank, in_features), master_dtype, dtype)
+        self.b = Published((copies * sum(rows), lora.rank), master_dtype, dtype)
 
     def extra_repr(self) -> str:
         return f"rank {self.rank}, scale {self.scale:g}"
@@ -102,16 +102,12 @@ class Adapter(nn.Module):
 
     def backward_of_expand(self, dy: Tensor) -> Tensor:
         """du [T, P r] of `dy` [T, N]: the FP32 sums over rows of B, times s, rounded once."""
-        parts = []
-        for (start, stop), (first, last) in self.places:
-            turned = gemm.prepare_bf16(self.b.published[first:last].T.contiguous())
-            parts.append(gemm.bf16_gemm(dy[:, start:stop].contiguous(), turned, torch.float32) * self.scale)
-        return torch.cat(parts, 1).to(dy.dtype)
+        return ops.expand_backward(dy, self.b.published, self.scale, self.places)
 
     def expand_gradient(self, dy: Tensor, u: Tensor) -> Tensor:
         """dB in FP32."""
         parts = [
-            gemm.bf16_wgrad(dy[:, start:stop].contiguous(), u[:, i * self.rank : (i + 1) * self.rank].contiguous())
+            gemm.bf16_wgrad(dy[:, start:stop], u[:, i * self.rank : (i + 1) * self.rank])
             for i, ((start, stop), _) in enumerate(self.places)
         ]
         return torch.cat(parts) * self.scale

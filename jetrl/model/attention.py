@@ -19,7 +19,7 @@ from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.normed import norm_before, normed_linear
-from jetrl.model.published import Published
+from jetrl.model.published import Norm
 from jetrl.spec import ModelSpec
 from jetrl.types import PagedPlan, VarlenPlan
 
@@ -33,14 +33,14 @@ class Attention(Block):
         self.makes_heads_again = True  # in the backward pass, from the projection; False: q, k and v are kept
         self.qkv = build.linear("qkv")
         if spec.qk_norm:
-            self.q_norm = build.published(spec.head_dim)
-            self.k_norm = build.published(spec.head_dim)
+            self.q_norm = build.norm(spec.head_dim)
+            self.k_norm = build.norm(spec.head_dim)
         self.o = build.linear("o")
 
     @property
     def _norms(self) -> tuple[Tensor, Tensor] | None:
         """The published weights [H] of the norms of q and k."""
-        return (self.q_norm.published, self.k_norm.published) if self.spec.qk_norm else None
+        return (self.q_norm.factor, self.k_norm.factor) if self.spec.qk_norm else None
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         spec, at, batch = self.spec, self.at, context.batch
@@ -95,8 +95,8 @@ class Attention(Block):
             tap(f"{at}.v.quantize", v)
         return q, k, v
 
-    def _head_norm(self, norm: Published, x: Tensor) -> Tensor:
-        return pointwise.rms_norm(x, norm.weight, norm.published, self.spec.rms_norm_eps)
+    def _head_norm(self, norm: Norm, x: Tensor) -> Tensor:
+        return pointwise.rms_norm(x, norm.weight, norm.factor, self.spec.rms_norm_eps)
 
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         spec, batch = self.spec, context.batch

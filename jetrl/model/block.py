@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.adapter import Adapter
 from jetrl.model.linear import FlowLinear
-from jetrl.model.published import Published
+from jetrl.model.published import Norm, Published
 from jetrl.precision.blocks import block as precision
 from jetrl.precision.recipe import LinearRecipe, Recipe, Role
 from jetrl.spec import ModelSpec
@@ -35,11 +36,18 @@ def no_tap(name: str, value: Tensor) -> None:
 class Piece(NamedTuple):
     """One tensor of a Hugging Face file; the pieces of one parameter are joined along rows.
 
-    `wide`: it is written in FP32 whatever the others are, because that is how it is published."""
+    A tensor of more than two dimensions is a matrix here (`flat`). `wide`: it is written in FP32 whatever the others
+    are, because that is how it is published.
+    """
 
     name: str
     shape: tuple[int, ...]
     wide: bool = False
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Its shape in our parameter: rows, and what each has."""
+        return self.shape if len(self.shape) < 3 else (self.shape[0], prod(self.shape[1:]))
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         """The type that it is written in, beside others of `dtype`."""
@@ -89,6 +97,10 @@ class Build:
         """A vector or table."""
         return Published(shape, self.master_dtype, self.dtype)
 
+    def norm(self, size: int) -> Norm:
+        """The weight of a norm of the stream or of heads; with the model's offset."""
+        return Norm((size,), self.master_dtype, self.dtype, self.spec.norm_offset)
+
     def linear(self, role: Role) -> FlowLinear:
         """The linear that the block declares for this role, in the recipe's precision for each side."""
         shape, lora = self.block.linears(self.spec)[role], self.recipe.lora
@@ -112,7 +124,7 @@ class Block(nn.Module, ABC):
     def __init__(self, build: Build) -> None:
         super().__init__()
         self.spec, self.at = build.spec, f"layers.{build.layer}"
-        self.norm = build.published(build.spec.hidden_size)
+        self.norm = build.norm(build.spec.hidden_size)
         self.norm_name = f"{self.at}.{build.block.name}_norm"
 
     @abstractmethod
@@ -128,6 +140,11 @@ class Block(nn.Module, ABC):
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
         """Our parameter (its name in the block) -> the Hugging Face tensors whose rows it holds, in our order."""
 
+    @staticmethod
+    def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """The FP32 value with which training from nothing begins, of a parameter of the block; None: as any other."""
+        return None
+
     def add_norm(self, x: Tensor, residual: Tensor | None, tap: Tap) -> tuple[Tensor, Tensor]:
         """Adds `x` to the stream and norms it: returns (normed, stream)."""
         y, residual = self._normed(x, residual)
@@ -142,8 +159,8 @@ class Block(nn.Module, ABC):
         if recipe is None or not linear.reads_codes(side):
             return self._normed(x, residual)
         pow2, norm = recipe.fprop.left.pow2, self.norm
-        return pointwise.add_rms_norm_quantize(x, residual, norm.published, self.spec.rms_norm_eps, pow2)
+        return pointwise.add_rms_norm_quantize(x, residual, norm.factor, self.spec.rms_norm_eps, pow2)
 
     def _normed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         norm = self.norm
-        return pointwise.add_rms_norm(x, residual, norm.weight, norm.published, self.spec.rms_norm_eps)
+        return pointwise.add_rms_norm(x, residual, norm.weight, norm.factor, self.spec.rms_norm_eps)

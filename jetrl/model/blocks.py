@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Build, Context, Tap
 from jetrl.model.deepseek_moe import DeepSeekMoE
+from jetrl.model.gated_attention import GatedAttention
+from jetrl.model.gated_delta import GatedDelta
 from jetrl.model.latent_attention import LatentAttention
 from jetrl.model.mlp import MLP
 from jetrl.model.moe import MoE
@@ -18,8 +20,8 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
 MODULES: dict[str, type[Block]] = {
-    "attention": Attention, "mlp": MLP, "moe": MoE, "latent_attention": LatentAttention, "deepseek_moe": DeepSeekMoE,
-    "sigmoid_moe": DeepSeekMoE,
+    "attention": Attention, "gated_attention": GatedAttention, "gated_delta": GatedDelta, "mlp": MLP, "moe": MoE,
+    "latent_attention": LatentAttention, "deepseek_moe": DeepSeekMoE, "sigmoid_moe": DeepSeekMoE,
 }
 
 

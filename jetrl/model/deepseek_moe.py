@@ -1,4 +1,4 @@
-"""The experts of DeepSeek's layers: chosen by sigmoids with a bias, or by a softmax, beside experts that all tokens use.
+"""The experts of DeepSeek's layers: chosen by sigmoids with a bias, or by a softmax, beside shared ones.
 
 The bias [E] is FP32, published and never trained: an update that balanced the load by it would be another policy. The
 shared experts are one MLP; its row is added to the chosen experts' after them, before the one rounding.

@@ -20,6 +20,7 @@ from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.ops import quantize_act
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
+from jetrl.model.expert_adapter import ExpertAdapter
 from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
@@ -102,9 +103,14 @@ class ExpertLinear(FlowLinear):
         recipe = self.recipes[side]
         if recipe is None:
             assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
-            return moe.grouped_bf16_gemm(x, self.bf16_operand(), groups, self.dtype)
-        x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)
-        return moe.grouped_fp8_gemm(x_q, self.fp8_operand(), groups, self.dtype)
+            y = moe.grouped_bf16_gemm(x, self.bf16_operand(), groups, self.dtype)
+        else:
+            x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)
+            y = moe.grouped_fp8_gemm(x_q, self.fp8_operand(), groups, self.dtype)
+        if not isinstance(self.lora, ExpertAdapter):
+            return y
+        assert isinstance(x, Tensor), "adapters read the BF16 input, never its codes"
+        return self.lora.rows(x, y, groups)
 
     def rows(self, x: Tensor, groups: Groups, side: Side) -> Tensor:
         """`x` [R, K] -> [R, N]."""
@@ -112,8 +118,10 @@ class ExpertLinear(FlowLinear):
             return self.infer_rows(x, groups, side)
         recipe = self.recipes[side]
         if recipe is not None:
-            return _FP8Experts.apply(x, self.weight, self, recipe, groups, self.master.trained)
-        return _BF16Experts.apply(x, self.weight, self, groups)
+            y = _FP8Experts.apply(x, self.weight, self, recipe, groups, self.master.trained)
+        else:
+            y = _BF16Experts.apply(x, self.weight, self, groups)
+        return self.lora.rows(x, y, groups) if isinstance(self.lora, ExpertAdapter) else y
 
     def add_rows_gradient(
         self, dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: Groups
@@ -172,10 +180,16 @@ class MoE(Block):
     @staticmethod
     def _linear(build: Build, role: Role) -> ExpertLinear:
         shape = build.block.linears(build.spec)[role]
-        return ExpertLinear(
+        linear = ExpertLinear(
             shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype,
             build.recipe.weight_only(build.layer),
         )
+        lora = None if build.recipe.lora is None else build.recipe.lora.of(shape.experts)
+        if lora is not None and (chosen := lora.adapted(shape.projections)):
+            linear.lora = ExpertAdapter(
+                lora, shape.in_size, shape.out_sections, chosen, shape.experts, build.adapter_dtype, build.dtype
+            )
+        return linear
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts [T, k] of logits [T, E], and their weights."""
@@ -228,14 +242,17 @@ class MoE(Block):
         into, out, count = self.gate_up.recipes[side], self.down.recipes[side], self.experts.count
         chosen, weights = self._routed(y, context, no_tap)
         rows: Tensor | QTensor
-        if into is not None and out is not None:
+        if into is not None and out is not None and self.gate_up.reads_codes(side) and self.down.reads_codes(side):
             groups, rows = moe.group_quantize(chosen, y, count, into.fprop.left.pow2)
         else:
             groups = moe.group(chosen, count)
-            rows = moe.dispatch(y, groups) if into is None else moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
+            if into is None or not self.gate_up.reads_codes(side):
+                rows = moe.dispatch(y, groups)
+            else:
+                rows = moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
         hidden = self.gate_up.infer_rows(rows, groups, side)
         act: Tensor | QTensor
-        if out is None:
+        if out is None or not self.down.reads_codes(side):
             act = moe.swiglu(hidden, groups)
         else:
             act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)

@@ -44,15 +44,17 @@ def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, 
         for block in blocks_of(spec, layer):
             names = MODULES[block.kind].checkpoint_names(spec, layer)
             for role, linear in block.linears(spec).items():
-                bases = [names[f"{role}.weight"][i] for i in lora.adapted(linear.projections)]
-                stems, at = [base.name.removesuffix("weight") for base in bases], f"layers.{layer}.{block.name}.{role}"
-                if not bases:
+                if (own := lora.of(linear.experts)) is None or not own.adapted(linear.projections):
                     continue
+                whole, each = names[f"{role}.weight"], len(linear.out_sections)
+                bases = [whole[first + i] for first in range(0, len(whole), each)
+                         for i in own.adapted(linear.projections)]
+                stems, at = [base.name.removesuffix("weight") for base in bases], f"layers.{layer}.{block.name}.{role}"
                 table[f"{at}.lora.a.weight"] = tuple(
-                    Piece(f"{stem}lora_A.weight", (lora.rank, linear.in_size)) for stem in stems
+                    Piece(f"{stem}lora_A.weight", (own.rank, linear.in_size)) for stem in stems
                 )
                 table[f"{at}.lora.b.weight"] = tuple(
-                    Piece(f"{stem}lora_B.weight", (base.shape[0], lora.rank))
+                    Piece(f"{stem}lora_B.weight", (base.shape[0], own.rank))
                     for stem, base in zip(stems, bases, strict=True)
                 )
     return table
@@ -72,8 +74,9 @@ def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for ours, pieces in table.items():
         rows = [piece.shape[0] for piece in pieces]
-        shape = (sum(rows), *pieces[0].shape[1:])
+        shape = (sum(rows), *pieces[0].flat[1:])
         if tuple(state[ours].shape) != shape:
             raise ValueError(f"{ours} has shape {tuple(state[ours].shape)}; the spec asks for {shape}")
-        out.update(zip((piece.name for piece in pieces), state[ours].detach().split(rows), strict=True))
+        parts = state[ours].detach().split(rows)
+        out.update((piece.name, part.reshape(piece.shape)) for piece, part in zip(pieces, parts, strict=True))
     return out

@@ -19,7 +19,7 @@ from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t
 from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.model.linear import FlowLinear
-from jetrl.model.published import Published
+from jetrl.model.published import Norm
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 
@@ -27,29 +27,29 @@ from jetrl.types import Side
 class NormBefore(NamedTuple):
     """The norm whose output an FP8 linear reads; `recipe` is the linear's."""
 
-    norm: Published
+    norm: Norm
     eps: float
     recipe: LinearRecipe
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[QTensor, Tensor, Tensor]:
         """Row codes, the stream, and `inv_rms` of its rows."""
         pow2 = self.recipe.fprop.left.pow2
-        return backend_of(x).add_rms_norm_kept(x, residual, self.norm.published, self.eps, pow2)
+        return backend_of(x).add_rms_norm_kept(x, residual, self.norm.factor, self.eps, pow2)
 
     def again(self, total: Tensor, inverses: Tensor) -> QTensor:
         """What wgrad reads of the norm's output."""
         pow2, tile = self.recipe.saved_activation.pow2, self.recipe.wgrad_tiles
-        return backend_of(total).normed_t(total, inverses, self.norm.published, pow2, tile)
+        return backend_of(total).normed_t(total, inverses, self.norm.factor, pow2, tile)
 
     def backward(self, grad: Tensor, total: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gradients of the stream before the sum and of the norm's weight; `stream` is that of the stream after it."""
         more = None if stream is None else stream.contiguous()
-        dx, dw = backend_of(total).rms_norm_backward(grad, total, self.norm.published, self.eps, more)
+        dx, dw = backend_of(total).rms_norm_backward(grad, total, self.norm.factor, self.eps, more)
         return dx, dw.to(grad_dtype(self.norm.weight))
 
 
 def norm_before(
-    norm: Published, eps: float, linear: FlowLinear, residual: Tensor | None, side: Side
+    norm: Norm, eps: float, linear: FlowLinear, residual: Tensor | None, side: Side
 ) -> NormBefore | None:
     """For `linear` after `norm`, if it is FP8 and trained, and there is a residual to add; None else."""
     recipe = linear.recipes[side]

@@ -140,6 +140,52 @@ class Published(HoldsMasters):
         return [] if self.holds("weight") else [self.published]
 
 
+class Norm(Published):
+    """The weight [D] of a norm, which multiplies by `factor`: the weight, or with `offset` 1 + weight in FP32.
+
+    `factor` stays in one place from publish to publish, as what is published does.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype, offset: bool = False
+    ) -> None:
+        super().__init__(shape, master_dtype, dtype)
+        self.offset = offset
+        self._factor: Tensor | None = None
+
+    @property
+    def factor(self) -> Tensor:
+        """What forward passes read."""
+        if not self.offset:
+            return self.published
+        if self._factor is None or self._factor.device != self.published.device:
+            self.refresh()
+        assert self._factor is not None
+        return self._factor
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make `factor` of what is published now."""
+        if not self.offset:
+            return
+        value, held = self.published.to(torch.float32) + 1.0, self._factor
+        same = held is not None and (held.shape, held.device) == (value.shape, value.device)
+        self._factor = held.copy_(value) if same and held is not None else value
+
+    def publish(self) -> None:
+        super().publish()
+        if self._factor is not None:
+            self.refresh()
+
+    def publish_value(self, kind: str, value: Tensor) -> None:
+        super().publish_value(kind, value)
+        self._factor = None
+
+    def share_published(self, other: HoldsMasters) -> None:
+        super().share_published(other)
+        self._factor = None
+
+
 class _Embed(torch.autograd.Function):
     """Rows of the published table; the gradient is summed in FP32, in token order, into the master."""
 

@@ -25,13 +25,13 @@ from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.adapter import first_values, is_adapter
 from jetrl.model.attention import Attention
-from jetrl.model.block import Context, Routes, no_tap
+from jetrl.model.block import Block, Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
 from jetrl.model.flips import Flips
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import HoldsMasters, masters_of
-from jetrl.model.published import Embedding, Note, Published
+from jetrl.model.published import Embedding, Norm, Note, Published
 from jetrl.model.rope import rope_tables
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
@@ -91,16 +91,17 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             Layer(i, spec, recipe, master_dtype, dtype, adapter_dtype) for i in range(spec.num_layers)
         )
-        self.norm = Published((spec.hidden_size,), master_dtype, dtype)
+        self.norm = Norm((spec.hidden_size,), master_dtype, dtype, spec.norm_offset)
         if not spec.tie_embeddings:
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         with torch.device("cpu"):  # also where the parameters are only shapes
-            cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)
+            cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position, spec.rotary_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
         self.base_digest: str | None = None  # of a frozen base (`adapter.BaseHash`), where it was taken
         self._note = Note()
+        self._adapters: list[tuple[str, Published]] | None = None  # with their names, once they are looked for
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):
                 module.keeps_transposed = not (activation_checkpointing or lean_backward)
@@ -174,8 +175,8 @@ class Transformer(nn.Module):
         }
         masters = masters_of(self)
         for name, shape, cut in [(n, m.whole_shape(), m.split) for n, m in masters.items() if not is_adapter(n)]:
-            if len(shape) == 1:
-                yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+            if (own := self._initial(name, shape, generator)) is not None:
+                yield name, own if cut is None else cut.own(own)
                 continue
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if name in writers else 0.02
             whole = torch.randn(shape, generator=generator).mul_(std)
@@ -183,15 +184,57 @@ class Transformer(nn.Module):
             del whole  # before the next one is drawn
         yield from first_values(self, seed)
 
+    def _initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """The first value of a vector, or of what a block wants another value of than a matrix has."""
+        module = self.get_submodule(name.rpartition(".")[0])
+        if name.startswith("layers."):
+            _, layer, block, own = name.split(".", 3)
+            found = self.layers[int(layer)].get_submodule(block)
+            value = found.initial(own, shape, generator) if isinstance(found, Block) else None
+            if value is not None:
+                return value
+        if len(shape) == 1:
+            zero = name.endswith("bias") or (isinstance(module, Norm) and module.offset)
+            return torch.full(shape, 0.0 if zero else 1.0)
+        return None
+
     def publish(self, flips: Flips | None = None) -> Transformer:
         """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
         change."""
+        if self.recipe.lora is not None and flips is None:
+            return self._publish_adapters()
         for module in self.published_modules():
             with flips.watch(module) if flips is not None and isinstance(module, FlowLinear) else nullcontext():
                 module.publish()
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
         self._note.take((name, m.param) for name, m in masters_of(self).items() if not m.frozen)
+        return self
+
+    @torch.no_grad()
+    def _publish_adapters(self) -> Transformer:
+        """`publish` where adapters alone have masters: they are small, so what counts is how often the host is asked.
+        Whole ones that have been published before are rounded in one call."""
+        if self._adapters is None:
+            self._adapters = [(name, m) for name, m in self.named_modules() if isinstance(m, Published) and any(
+                not master.frozen for master in m.masters.values())]
+        masters, copies, noted = list[Tensor](), list[Tensor](), list[tuple[str, Tensor]]()
+        for name, module in self._adapters:
+            master = module.masters["weight"]
+            if master.frozen:
+                continue
+            param, held = master.param, module.published
+            noted.append((f"{name}.weight", param))
+            if master.split is not None or param.dtype == held.dtype or (param.shape, param.device) != (
+                held.shape, held.device
+            ):
+                module.publish()
+            else:
+                masters.append(param)
+                copies.append(held)
+        if copies:
+            torch._foreach_copy_(copies, masters)
+        self._note.take(noted)
         return self
 
     def require_published(self) -> None:
@@ -301,7 +344,7 @@ class Transformer(nn.Module):
 
     def _final_norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
         norm = self.norm
-        return pointwise.add_rms_norm(x, residual, norm.weight, norm.published, self.spec.rms_norm_eps)[0]
+        return pointwise.add_rms_norm(x, residual, norm.weight, norm.factor, self.spec.rms_norm_eps)[0]
 
     def head_operand(self) -> Any:
         """The published lm_head as a GEMM operand."""

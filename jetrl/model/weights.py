@@ -57,7 +57,8 @@ class PublishedWeights(Mapping[str, WeightTensor]):
         rows = [piece.shape[0] for piece in self._table[ours]]
         held = _held(self._model, ours)
         if not isinstance(held, QTensor):
-            return WeightTensor(_part(held, rows, number))
+            part = _part(held, rows, number)
+            return WeightTensor(part.view(self._table[ours][number].shape))
         assert held.row_sections == tuple(rows), "blocks restart at each projection, so that they can be split"
         return WeightTensor(
             _part(held.codes, rows, number), _part(held.scale, [-(-n // BLOCK) for n in rows], number)
@@ -96,7 +97,7 @@ def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     computes in BF16 has BF16 values, and under `w8a16` both. The embedding, the lm_head, norms and biases are BF16.
     """
     tables = tensor_table(spec) | adapter_table(spec, recipe.lora)
-    total = sum(2 * prod(piece.shape) for pieces in tables.values() for piece in pieces)
+    total = sum(p.stored(torch.bfloat16).itemsize * prod(p.shape) for pieces in tables.values() for p in pieces)
     for layer in range(spec.num_layers):
         for (_, role), shape in linears_of(spec, layer).items():
             sides = [recipe.linear(layer, role, side) for side in get_args(Side)]

@@ -75,7 +75,9 @@ class _Forward(_Builder):
 
     def norm(self, name: str, x: str, eps: float | None = None) -> str:
         inputs = {"x": x, "weight": self.leaf(f"{name}.weight")}
-        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps if eps is None else eps})
+        constants: dict[str, Attribute] = {"eps": self.spec.rms_norm_eps if eps is None else eps}
+        constants |= {"offset": 1} if self.spec.norm_offset else {}
+        return self.op(name, "rms_norm", inputs, attributes=constants)
 
 
 class _Backward(_Builder):
@@ -154,6 +156,9 @@ class _Scope:
         """The full name of a node of this layer."""
         return f"layers.{self.layer}.{name}"
 
+    def parameter(self, name: str, out: Format = BF16) -> str:
+        """A weight of the block's own, beside those of norms and linears."""
+        return self._builder.leaf(self.at(f"{name}.weight"), out=out)
     def matrix(self, name: str) -> str:
         """The parameter of a matrix that operators of the block read themselves, in BF16 under every recipe."""
         return self._builder.leaf(self.at(f"{name}.weight"))
@@ -205,13 +210,18 @@ class BlockForward(_Scope):
 
     def _adapted(self, role: Role, x: str, y: str) -> str:
         """The output `y` of a linear with what its adapters make of its input `x`, as it is before a quantizer."""
-        shape, lora, builder = self.block.linears(self.spec)[role], self.recipe.lora, self._builder
+        shape, builder = self.block.linears(self.spec)[role], self._builder
+        lora = None if self.recipe.lora is None else self.recipe.lora.of(shape.experts)
         chosen = () if lora is None else lora.adapted(shape.projections)
         if lora is None or not chosen:
             return y
         a, b = (builder.leaf(self.at(f"{role}.lora.{name}.weight")) for name in "ab")
         ranks = (lora.rank,) * len(chosen)
-        u = self.op(f"{role}_shrink", "gemm", {"x": x, "weight": a}, out_sections=ranks, in_size=shape.in_size)
+        op = "grouped_gemm" if shape.experts else "gemm"
+        sizes: dict[str, Attribute] = {"experts": shape.experts} if shape.experts else {}
+        inputs = {"x": x, "weight": a}
+        sizes |= {"out_sections": ranks, "in_size": shape.in_size}
+        u = self.op(f"{role}_shrink", op, inputs, BF16, **sizes)
         inputs = {"y": y, "u": u, "weight": b}
         return self.op(f"{role}_expand", "add_adapters", inputs, scale=lora.scale, projections=chosen)
 
@@ -224,6 +234,13 @@ class BlockBackward(_Scope):
     def saved(self, name: str, out: Format = BF16) -> str:
         """The output of the forward's operator `name`, kept for the backward pass."""
         return self._builder.saved(self.at(name), out)
+
+    def weight_sum(self, name: str, inputs: Mapping[str, str], by: str) -> None:
+        """The gradient of the block's own weight `name`, a sum over tokens of what the operator `by` of the backward
+        pass reads."""
+        builder = self._builder
+        if builder.trains_base:
+            builder.weight_gradient(self.at(f"{name}.weight"), self.op(f"{by}.wgrad", "weight_sum", inputs, FP32))
 
     def norm(self, name: str, dy: str, x: str) -> str:
         """Both gradients of an RMSNorm; `x` is the full name of what it read. Returns the name of x's gradient."""
@@ -247,7 +264,8 @@ class BlockBackward(_Scope):
 
     def _adapted(self, role: Role, dy: str, x: str, dx: str) -> str:
         """The gradients of a linear's adapters, and that of its input with theirs added to the base's `dx`."""
-        shape, lora = self.block.linears(self.spec)[role], self.recipe.lora
+        shape = self.block.linears(self.spec)[role]
+        lora = None if self.recipe.lora is None else self.recipe.lora.of(shape.experts)
         name, builder = self.at(role), self._builder
         if lora is None or not lora.adapted(shape.projections):
             return dx

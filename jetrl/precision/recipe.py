@@ -204,4 +204,4 @@ def lora_of(settings: Any) -> Lora | None:
     """The adapters of a table [lora]; None without a rank."""
     if settings.rank is None:
         return None
-    return Lora(settings.rank, settings.alpha, expanded(settings.targets), settings.rslora)
+    return Lora(settings.rank, settings.alpha, expanded(settings.targets), settings.rslora, settings.expert_rank)

@@ -1,7 +1,8 @@
 """`write_report`: one or several runs as a single HTML file that needs no network and no server.
 
-The page draws itself (report.js: curves, samples.js: sample browser, page.js: the order) from JSON that this module
-embeds. Text of samples reaches the page only as JSON with `<`, `>` and `&` escaped, and is inserted as text nodes.
+The page draws itself (report.js: curves, samples.js: sample browser, traces.js: trees of conversations, page.js: the
+order) from JSON that this module embeds. Text of samples reaches the page only as JSON with `<`, `>` and `&` escaped,
+and is inserted as text nodes.
 Flow pictures are embedded as images, so that a script in one does not run.
 """
 
@@ -31,7 +32,7 @@ MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 MAX_EVAL_SAMPLES = 200  # rows on the page, over all runs, beside MAX_SAMPLES of training
-SCRIPTS = ("report.js", "samples.js", "page.js")
+SCRIPTS = ("report.js", "samples.js", "traces.js", "page.js")
 _LARGEST = re.compile(r"parity/.*|.*[/_]max")  # metrics whose bins keep the largest value
 _HERE = Path(__file__).parent
 

@@ -67,6 +67,7 @@ function start() {
   }).observe(document.body);
   charts.forEach((chart) => chart.draw());
   sampleBrowser();
+  traces();
   document.documentElement.dataset.drawn = "true";
 }
 start();

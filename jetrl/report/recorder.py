@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -281,7 +282,10 @@ def group_rows(
     later row with another prompt. The environment's turns have `rendered` likewise.
     A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt that
     the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
-    recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean. `advantage`
+    recorded as one. Where it is known, an environment's turn says whose messages it holds (`roles`, and for the prompt
+    `prompt_roles`: role and first character of each), and a policy's which weights drew it (`versions`, as
+    `Segment.spans`). A turn that begins a branch has `after`, the number of the turn that it follows (-1: none, it is a
+    prompt anew). With an advantage for each token, these are `advantages` and `advantage` their mean. `advantage`
     is None where there is none: the trajectory was not learned from.
     """
     rows: list[dict[str, Any]] = []
@@ -383,6 +387,7 @@ def _row(
     if decode is not None and _first(trajectory):
         row["prompt_rendered"] = decode(_first(trajectory))
     if conversation:
+        row |= {f"prompt_{key}": said for one in trajectory.segments[:1] for key, said in _roles(one).items()}
         row["turns"] = [_turn(segment, token_text) for segment in later]
     return row
 
@@ -399,9 +404,23 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     if segment.author == "policy":
         turn["tokens"] = [token_text(token) for token in segment.tokens.tolist()]
         turn["logprobs"] = segment.logprobs.tolist()
+    if segment.branch is not None:
+        turn["after"] = segment.branch.after - 1 if segment.branch.after > 0 else -1
+    turn |= _roles(segment) | ({"versions": [list(span) for span in segment.spans]} if segment.spans else {})
     if segment.reward is not None:
         turn["reward"] = segment.reward
     return turn
+
+
+def _roles(segment: Segment) -> dict[str, Any]:
+    """`roles`: who said what in the text of an environment's turn, as [role, first character], message by message."""
+    texts = [str(message.get("content") or "") for message in segment.messages]
+    gap = len(segment.text) - sum(map(len, texts))
+    if not texts or gap not in (0, len(texts) - 1):  # a text that is not its messages, with or without line breaks
+        return {}
+    starts = accumulate((len(text) + (gap > 0) for text in texts), initial=0)
+    named = zip(segment.messages, starts, strict=False)
+    return {"roles": [[str(message["role"]), start] for message, start in named]}
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

@@ -69,6 +69,7 @@ function extras(row) {
   const logged = Object.entries(row.x ?? {}).map(([name, text]) => el("span", {}, `${name}: `, el("code", { textContent: text })));
   return [...(logged.length ? [el("div", { className: "facts extra" }, ...logged)] : []), ...(row.pr === undefined ? [] : [rendered(row.pr)])];
 }
+const heatLegend = () => el("div", { className: "heat-legend" }, "token probability 0", el("i"), "1");
 function rendered(text) {
   return el("details", { className: "rendered" }, el("summary", { textContent: "Prompt as the policy reads it" }), el("pre", { textContent: text }));
 }
@@ -106,11 +107,10 @@ function sampleBrowser() {
     const one = steps[at].groups[group], plain = $("plain-text").checked;
     [...$("groups").children].forEach((node, k) => node.setAttribute("aria-current", k === group));
     const best = [...one.rows].sort((a, b) => worth(b) - worth(a));
-    const legend = el("div", { className: "heat-legend" }, "token probability 0", el("i"), "1");
     const part = (title, text) => [el("h3", { textContent: title }), el("p", { className: "text prompt", textContent: text })];
     const kind = best.some((row) => row.turns) ? "Conversations" : "Completions";
     $("group").replaceChildren(...(one.prompt ? part("Prompt", one.prompt) : []), ...(one.rendered === undefined ? [] : [rendered(one.rendered)]), ...(one.answer ? part("Answer", one.answer) : []),
-      el("h3", { textContent: `${kind} (${best.length}, best reward first)` }), ...(plain ? [] : [legend]),
+      el("h3", { textContent: `${kind} (${best.length}, best reward first)` }), ...(plain ? [] : [heatLegend()]),
       ...best.map((row, k) => sampleNode(row, plain, k === 0 || failedBox.checked)));
   }
   function showStep() {

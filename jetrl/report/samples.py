@@ -190,6 +190,8 @@ def _sample(row: Row, prompt: str, rendered: str | None) -> dict[str, Any]:
     if row["prompt"] != prompt:  # an environment may begin each conversation in its own way
         sample["p"] = row["prompt"]
     if "turns" in row:
+        if said := _said(row["prompt"], row.get("prompt_roles"), MAX_CHARACTERS):
+            sample["pm"] = said
         return sample | {"turns": _turns(row)}
     return sample | _policy(row["tokens"], row["logprobs"], row.get("advantages"), row["completion"], MAX_TOKENS)
 
@@ -204,9 +206,30 @@ def _turns(row: Row) -> list[dict[str, Any]]:
             tokens_left, start = max(tokens_left - len(turn["tokens"]), 0), end
         else:
             one = {"c": turn["text"][:characters_left], "n": len(turn["text"])}
+            if said := _said(turn["text"], turn.get("roles"), characters_left):
+                one["m"] = said
             characters_left = max(characters_left - len(turn["text"]), 0)
+        if versions := _spans(turn.get("versions")):
+            one["w"] = versions
+        if type(turn.get("after")) is int:  # a branch: the number of the turn that it follows, -1 for the prompt
+            one["after"] = turn["after"]
         turns.append({"by": turn["author"], "r": finite(turn.get("reward")), **one})
     return turns
+
+
+def _said(text: str, roles: Any, most: int) -> list[list[Any]]:
+    """[role, characters of the message that are shown], message by message; none where the row does not say."""
+    known = _spans(roles, str)
+    ends = [*(start for _, start in known[1:]), len(text)] if known else []
+    return [[role, max(0, min(end, most) - start)] for (role, start), end in zip(known, ends, strict=True)]
+
+
+def _spans(value: Any, first: type = int) -> list[list[Any]]:
+    """Pairs of a file that may be anyone's: of `first` and a number; else none."""
+    good = isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 2 and type(one[0]) is first and type(one[1]) is int for one in value
+    )
+    return value if good else []
 
 
 def _policy(

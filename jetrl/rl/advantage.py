@@ -94,6 +94,8 @@ def advantages(
     assert penalized == (kl is not None), f"kl_in {config.kl_in}, kl_coef {config.kl_coef}, kl given: {kl is not None}"
     assert (config.adv_estimator == "gae") == (values is not None), "gae needs the critic's values, others ignore them"
     items = list(_items(groups, kl, values, in_loss, config.kl_coef))
+    if config.adv_estimator == "gae" or config.gamma != 1:
+        _require_one_row(items)
     by_group, by_token = BY_GROUP.get(config.adv_estimator), BY_TOKEN.get(config.adv_estimator)
     returns = None
     if by_group is not None:
@@ -192,6 +194,16 @@ class _Item:
         """The rewards [P] of its tokens, penalties included."""
         assert self.penalties is not None, "a penalty that was not computed"
         return token_rewards(self.trajectory, self.reward, self.penalties)
+
+
+def _require_one_row(items: Sequence[_Item]) -> None:
+    """UserError for a changed history where it matters which token came how long after another."""
+    if any(segment.branch for item in items for segment in item.trajectory.segments):
+        raise UserError(
+            "A conversation changed its history, so its turns are no single sequence, and neither a critic (gae) nor "
+            "rl.gamma below 1 says what that means. Use another rl.adv_estimator with rl.gamma = 1, or set "
+            "environment.params.forks = false, which refuses such calls."
+        )
 
 
 ByGroup = Callable[[list[float], AdvantageConfig, float], tuple[float, ...]]

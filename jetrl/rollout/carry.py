@@ -82,6 +82,11 @@ class UnderWay:
         return all(isinstance(answer, Trajectory) for answer in self.answers)
 
     @property
+    def in_turns(self) -> bool:
+        """Whether its answers are conversations, whose problem is no prompt yet."""
+        return not self.prompt.tokens
+
+    @property
     def spans(self) -> list[Spans]:
         """Of each turn of each answer."""
         found: list[Spans] = []

@@ -223,6 +223,7 @@ class _Driver:
         self.ended: dict[int, Trajectory] = {}  # by number
         self.started: set[int] = set()  # conversations that are to be closed
         self.resting: set[int] = set()  # those whose environment has a turn to answer
+        self.branches: dict[int, int] = {}  # keys by the request ids of branches
         self.openings: dict[tuple[int, ...], np.ndarray] = {}  # one array for all trajectories of a prompt
         self.last = StepReport(0, 0, 0, 0, 0)
         self.steps_before = self.tokens_before = 0  # of engine sessions that are over
@@ -249,7 +250,9 @@ class _Driver:
 
     def _begin(self, numbers: Sequence[int]) -> list[Reply]:
         """Start these trajectories. Of plain answers the prompt is there at once."""
-        new = [Talk(self.asked.first_id + n, self.prompts[n // self.asked.count], self.asked) for n in numbers]
+        new = [
+            Talk(self.asked.first_id + n, self.prompts[n // self.asked.count], self.asked, forks=True) for n in numbers
+        ]
         self.live |= {one.key: one for one in new}
         if self.conversations is None:
             return [
@@ -265,7 +268,7 @@ class _Driver:
         if self.conversations is not None:
             for key in sorted(self.started):
                 self.conversations.close(key)
-        self.engine.forget(list(self.live))
+        self.engine.forget([*self.live, *self.branches])
         self.engine.collect()
 
     def _poll(self, conversations: Conversations) -> list[Reply]:
@@ -278,7 +281,7 @@ class _Driver:
         try:
             self.engine.add(requests)
         except RefusedRequest as error:
-            problem = self.live[error.request_id].prompt.problem
+            problem = self._of(error.request_id).prompt.problem
             raise UserError(f"Problem {problem.id}: {error}") from error
 
     def _take_reply(self, reply: Reply) -> Request | None:
@@ -288,6 +291,8 @@ class _Driver:
         if end := one.heard(reply, self._opening):
             self._end(one, *end)
             return None
+        if one.stream != one.key:
+            self.branches[one.stream] = one.key
         return Request(one.key, one.tokens, self.asked.sampling) if self.conversations is None else one.turn()
 
     def _opening(self, tokens: tuple[int, ...]) -> np.ndarray:
@@ -297,7 +302,7 @@ class _Driver:
 
     def _take_completion(self, completion: Completion) -> None:
         """Append a turn of the policy; the trajectory ends, or the environment gets to see it."""
-        one = self.live[completion.request_id]
+        one = self._of(completion.request_id)
         one.said(completion, only=self.conversations is None)
         if self.conversations is None:
             self._end(one, completion.finish_reason)
@@ -307,6 +312,9 @@ class _Driver:
             self.resting.add(one.key)
             self.conversations.act(one.key, completion)
 
+    def _of(self, request_id: int) -> Talk:
+        return self.live[self.branches.get(request_id, request_id)]
+
     def _end(self, one: Talk, end: EndReason, error: str = "") -> None:
         number = one.key - self.asked.first_id
         self.ended[number] = one.trajectory(end, error)
@@ -314,7 +322,9 @@ class _Driver:
         if self.conversations is not None:
             self.started.remove(one.key)
             self.conversations.close(one.key)
-            self.engine.forget([one.key])
+            self.engine.forget([one.key, *one.branches])
+            for stream in one.branches:
+                self.branches.pop(stream, None)
         if self.on_group is not None:
             self._tell(number // self.asked.count, self.on_group)
 

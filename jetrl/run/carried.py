@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jetrl.rollout.carry import UnderWay, begin, roll_on
+from jetrl.rollout.carry_turns import begin_talks, talk_on
 from jetrl.rollout.requests import STEP_STRIDE, train_asked
 from jetrl.rollout.rollout import Rollout
 from jetrl.run.setup import Session
 from jetrl.tasks.task import sample
-from jetrl.types import Group, StepReport
+from jetrl.types import Group, Prompt, StepReport, Trajectory
 
 OLD_WEIGHTS = "old weights draw too much"
 LEAST_ESS = 0.5  # of `rl/ess`: below, a step learns from fewer than half of its tokens
@@ -33,16 +34,21 @@ class Carry:
         new = max(0, count + config.rollout.num_carried - len(waiting))
         first = (self.place - session.progress.num_prompts) * config.rollout.group_size
         assert first + new * config.rollout.group_size <= STEP_STRIDE, "more trajectories in a step than request ids"
-        prompts = sample(session.task, session.tokenizer, self.place, new, config)
-        groups = [*waiting, *begin(prompts, train_asked(config, self.step, first))]
+        talks = session.conversations
+        prompts = sample(session.task, session.tokenizer, self.place, new, config, talks is not None)
+        asked = train_asked(config, self.step, first)
         self.place += new
         forced = [place for place, group in enumerate(waiting) if self._must_end(group)]
-        result = roll_on(session.engine, groups, count, forced, on_step, session.world)
+        if talks is None:
+            groups = [*waiting, *begin(prompts, asked)]
+            result = roll_on(session.engine, groups, count, forced, on_step, session.world)
+        else:
+            groups, wait = [*waiting, *begin_talks(prompts, asked)], config.environment.reply_tokens
+            result = talk_on(session.engine, groups, count, forced, talks, asked, wait, on_step, session.world)
         self.under_way = list(result.under_way)
         self.drawn += result.drawn
         self.horizon = max(self.horizon, result.horizon)
-        complete = [one.group for one in result.complete]
-        return Rollout(complete, [], places=tuple(range(len(complete))))
+        return _rollout(result.complete, talks is not None)
 
     def _must_end(self, group: UnderWay) -> bool:
         rl, oldest = self.session.config.rl, group.oldest
@@ -63,6 +69,17 @@ class Carry:
             "rollout/dropped_stale": float(len(self.under_way) - len(left)),
         }
         return found | lags(learnt, self.version)
+
+
+def _rollout(complete: Sequence[UnderWay], in_turns: bool) -> Rollout:
+    """Complete groups as `roll_out` returns them: conversations whose environment failed are apart."""
+    groups, failed, places = list[Group](), list[tuple[Prompt, Trajectory]](), list[int]()
+    for place, one in enumerate(complete):
+        failed += [(one.prompt, t) for t in one.ended if t.failed]
+        if good := tuple(t for t in one.ended if not t.failed):
+            groups.append(Group(one.prompt, good))
+            places.append(place)
+    return Rollout(groups, failed, in_turns, places=tuple(places))
 
 
 def lags(learnt: Sequence[Group], version: int) -> dict[str, float]:

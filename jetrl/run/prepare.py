@@ -12,19 +12,19 @@ from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import Config
 from jetrl.config.toml import toml_literal
-from jetrl.environments.environment import TOOLS, Factory, load_environment
+from jetrl.environments.environment import TOOLS, Factory, for_tokenizer, load_environment
 from jetrl.environments.tools import tools_factory
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
-from jetrl.kernels.dispatch import require_experts, require_latent
+from jetrl.kernels.dispatch import require_delta, require_experts, require_latent
 from jetrl.kernels.support import require, require_precision
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.flow import require_unified
-from jetrl.precision.lora import GROUPS, Lora
+from jetrl.precision.lora import GROUPS, MLP, Lora, expanded
 from jetrl.precision.recipe import Recipe, lora_of, recipe_of
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
@@ -159,12 +159,14 @@ def check_given(config: Config, task: Task, given: GivenAnswers) -> None:
 
 
 def check_experts(config: Config, spec: ModelSpec) -> None:
-    """UserError if the model is a mixture of experts or has latent attention, and the config's kernels cannot compute
+    """UserError if the model has experts, latent attention or Gated DeltaNet, and the config's kernels cannot compute
     that."""
     if spec.experts is not None:
         require_experts(config.kernels)
     if spec.latent is not None:
         require_latent(config.kernels)
+    if spec.delta is not None:
+        require_delta(config.kernels)
 
 
 def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
@@ -204,17 +206,21 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
         _check_found(config, spec, lora, found)
     if lora is None:
         return
+    _check_expert_rank(config, spec)
     ranks: dict[str, int] = {}  # by projection: the smallest side of its matrices
     for layer in range(spec.num_layers):
         for linear in linears_of(spec, layer).values():
-            for name, rows in zip(linear.projections, linear.sections, strict=False):
+            for name, rows in zip(linear.projections, linear.sections, strict=False) if not linear.experts else ():
                 ranks[name] = min(ranks.get(name, rows), rows, linear.in_size)
+    in_experts = MLP if lora.expert_rank is not None else ()
     chosen = [name for name in lora.targets if name in ranks]
-    missing: list[str] = [name for name in config.lora.targets if name not in GROUPS and name not in ranks]
+    missing: list[str] = [
+        name for name in config.lora.targets if name not in GROUPS and name not in ranks and name not in in_experts
+    ]
     if missing or not chosen:
         raise UserError(
             f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])} outside of its experts, "
-            f"which have no adapters. It has {', '.join(ranks)}."
+            f"which have adapters with lora.expert_rank alone, and beside others. It has {', '.join(ranks)}."
         )
     worst = min(chosen, key=lambda name: ranks[name])
     if lora.rank > ranks[worst]:
@@ -226,6 +232,28 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
         raise UserError(
             f"lora.rank = {lora.rank}: the kernels of a GPU need a multiple of {BF16_MULTIPLE}. Take "
             f"{-(-lora.rank // BF16_MULTIPLE) * BF16_MULTIPLE}, or set device = \"cpu\"."
+        )
+
+
+def _check_expert_rank(config: Config, spec: ModelSpec) -> None:
+    """UserError for a rank of experts' adapters that this model cannot have."""
+    rank, experts = config.lora.expert_rank, spec.experts
+    if rank is None:
+        return
+    if experts is None:
+        raise UserError(f"lora.expert_rank = {rank}: this {spec.family} model has no experts. Leave the key out.")
+    if not set(expanded(config.lora.targets)) & set(MLP):
+        raise UserError(
+            f"lora.expert_rank = {rank} has no effect: lora.targets names none of {', '.join(MLP)}. Name one, or leave "
+            "the key out."
+        )
+    most = min(experts.intermediate_size, spec.hidden_size)
+    if rank > most:
+        raise UserError(f"lora.expert_rank = {rank} is beyond the rank of an expert's matrices, {most}. Lower it.")
+    if config.kernels != "reference" and rank % BF16_MULTIPLE:
+        raise UserError(
+            f"lora.expert_rank = {rank}: the kernels of a GPU need a multiple of {BF16_MULTIPLE}. Take "
+            f"{-(-rank // BF16_MULTIPLE) * BF16_MULTIPLE}, or set device = \"cpu\"."
         )
 
 
@@ -267,7 +295,8 @@ def scoring(
         return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
     with_signal(named, config)
     own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own, given)
+    found = load_environment(config.environment.name, config.environment.params, own, given)
+    return named, for_tokenizer(found, tokenizer, config.task)
 
 
 def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:

@@ -17,6 +17,7 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, definition, select
+from jetrl.kernels.support import PORTABLE, capability
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
@@ -218,10 +219,24 @@ def begin(
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = on_every_rank(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    check_gpus(config, world)
     if trains:
         config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
+
+
+def check_gpus(config: Config, world: World) -> None:
+    """Refuse ranks with GPUs of different kinds where the order of sums belongs to the kind. A collective."""
+    if config.device == "cpu" or world.alone:
+        return
+    kinds = world.gather((config.kernels, list(capability() or ())))
+    if len({str(kind) for kind in kinds}) > 1 and any(kernels == PORTABLE for kernels, _ in kinds):
+        found = ", ".join(f"rank {rank} has {'.'.join(map(str, kind))}" for rank, (_, kind) in enumerate(kinds))
+        raise UserError(
+            f"The GPUs of this run are of different kinds: by compute capability, {found}. Bits depend on the kind: "
+            "choose GPUs of one kind with CUDA_VISIBLE_DEVICES, and start again."
+        )
 
 
 def check_lanes(config: Config, world: World) -> None:

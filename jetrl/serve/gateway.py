@@ -1,8 +1,9 @@
 """The run's side of `environment.name = "command"`: sessions of programs that call the policy over HTTP.
 
-The HTTP process (`serve/relay.py`) sends each call here. A session is one conversation: a call's messages must begin
-with all that was said before in it. What follows goes to the environment as the messages of its turn, and the policy's
-next turn is the answer. So tokens are the rollout's own, and nothing is encoded again. Thread-safe.
+The HTTP process (`serve/relay.py`) sends each call here. A session is one conversation: where a call's messages begin
+with what was said in it, what follows goes to the environment as the messages of its turn, and the policy's next turn
+is the answer. So tokens are the rollout's own, and nothing is encoded again. A history that was changed goes on from
+the turn up to which it is the same, or begins anew: a branch of the conversation. Thread-safe.
 """
 
 from __future__ import annotations
@@ -15,39 +16,64 @@ import secrets
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import jetrl
-from jetrl.chat.fields import Message
-from jetrl.errors import shown
+from jetrl.chat.fields import Message, message_of
+from jetrl.chat.tool_calls import CallFormat
 from jetrl.serve import pipe
 from jetrl.serve.address import listen, require_extra
 from jetrl.serve.refusal import Refused
-from jetrl.serve.sessions import reward_of, said_of
-from jetrl.serve.wire import messages_of
+from jetrl.serve.sessions import reward_of, session_keys
+from jetrl.serve.whole import answer_of
+from jetrl.serve.wire import Ask, turn_ask
+from jetrl.types import Completion
 
 MODEL = "policy"  # the name of the model for programs
-_ALLOWED = {"model", "messages", "n", "stream", "user", "metadata", "store"}
+_MOST_OPEN = 64  # calls of one session that wait
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call that waits for the policy. `new`: the messages behind what the policy said in turn `after` (-1: all of
+    them; nothing that was said before is in it)."""
+
+    ask: Ask
+    new: tuple[Message, ...]
+    after: int
+    key: bytes  # of all its messages
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a program may send. `forks`: whether its history may change; `ignore`: fields that are not read; `chat`:
+    whether a chat template is in use, which tools need; `form`: how the policy writes calls of tools."""
+
+    forks: bool = True
+    ignore: frozenset[str] = frozenset()
+    chat: bool = True
+    form: CallFormat | None = None
 
 
 class Episode:
-    """One program's session. `asks` holds the new messages of each call that has come."""
+    """One program's session. `asks` holds the calls that have come, which are answered in this order."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, rules: Rules | None = None) -> None:
         self.id, self.key, self.gateway = uuid.uuid4().hex, secrets.token_urlsafe(24), gateway
-        self.asks: queue.Queue[list[Message]] = queue.Queue()
+        self.rules = Rules() if rules is None else rules
+        self.asks: queue.Queue[Call] = queue.Queue()
         self.reward: float | None = None
         self._lock = threading.Lock()
-        self._said: list[Message] = []  # by both sides, up to the policy's last turn
-        self._asked: list[Message] | None = None  # all messages of the call that is not answered yet
-        self._before: tuple[list[Message], dict[str, Any]] | None = None  # the last call that was, and its answer
-        self._waiting: list[int] = []
+        self._turns: dict[bytes, int] = {}  # turns of the policy, by what was said up to their end
+        self._answers: dict[bytes, dict[str, Any]] = {}  # by what was asked
+        self._open: dict[bytes, list[tuple[int, Ask]]] = {}  # who waits for the answer to what
+        self._num_turns = 0
         self._closed = False
 
     @property
@@ -55,22 +81,25 @@ class Episode:
         """The base URL for OpenAI's clients."""
         return f"{self.gateway.url}/sessions/{self.id}/v1"
 
-    def answer(self, text: str) -> None:
-        """The policy's turn: what every caller of the open call gets."""
+    def answer(self, call: Call, prompt: tuple[int, ...], turn: Completion) -> None:
+        """The policy's turn: what every caller of this call gets."""
+        full = replace(call.ask, token_ids=True, logprobs=True)
+        body = answer_of(full, prompt, turn, self.rules.form, MODEL)
+        said = message_of({key: each for key, each in body["choices"][0]["message"].items() if each is not None})
         with self._lock:
-            assert self._asked is not None, "no call is open"
-            body = _answer(text)
-            self._before = self._asked, body
-            self._said = [*self._asked, {"role": "assistant", "content": text}]
-            self._asked, waiting, self._waiting = None, self._waiting, []
-        for number in waiting:
-            self.gateway.send(number, 200, body)
+            self._answers[call.key] = body
+            self._turns.setdefault(session_keys([*call.ask.messages, said], call.ask.variables)[-1], self._num_turns)
+            self._num_turns += 1
+            waiting = self._open.pop(call.key)
+        for number, ask in waiting:
+            self._send(number, ask, body)
 
     def close(self, why: str = "The conversation has ended.") -> None:
-        """No more calls. One that is open is refused."""
+        """No more calls. Those that are open are refused."""
         with self._lock:
             self._closed = True
-            waiting, self._waiting = self._waiting, []
+            waiting = [number for callers in self._open.values() for number, _ in callers]
+            self._open = {}
         self.gateway.forget(self.id)
         for number in waiting:
             self.gateway.refuse(number, Refused(why, 410, code="session_closed"))
@@ -83,40 +112,48 @@ class Episode:
             if what == "reward":
                 self.reward = reward_of(body.get("reward"), self.reward)
             elif what == "completions":
-                self._take_chat(number, body)
+                self._take_chat(number, turn_ask(body, self.rules.ignore))
                 return
         found = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "jetrl"}]}
         self.gateway.send(number, 200, found if what == "models" else {"reward": self.reward})
 
-    def _take_chat(self, number: int, body: Mapping[str, Any]) -> None:
-        for key, value in body.items():
-            if key not in _ALLOWED and value is not None:
-                raise Refused(
-                    f"{key} = {shown(value, 60)}: in training the recipe says how the policy is sampled. Leave it out.",
-                    param=key, code="unsupported_parameter",
-                )
-        if body.get("n") not in (None, 1) or body.get("stream") not in (None, False):
-            raise Refused("In training n is 1, and answers come whole.", param="n", code="unsupported_parameter")
-        messages = list(messages_of(body.get("messages")))
-        said = [said_of(message) for message in messages]
-        if self._before is not None and said == [said_of(message) for message in self._before[0]]:
-            self.gateway.send(number, 200, self._before[1])  # another attempt: the first answer was lost
+    def _take_chat(self, number: int, ask: Ask) -> None:
+        if ask.variables and not self.rules.chat:
+            name = "tools" if "tools" in ask.variables else "chat_template_kwargs"
+            raise Refused(f"{name}: the run's prompts are plain text, and no chat template reads it.", param=name)
+        keys = session_keys(ask.messages, ask.variables)
+        if (body := self._answers.get(keys[-1])) is not None:
+            self._send(number, ask, body)  # another attempt: the first answer was lost
             return
-        if self._asked is not None:
-            if said != [said_of(message) for message in self._asked]:
-                raise Refused("Another call of this session is open: a conversation has one turn at a time.", 409)
-            self._waiting.append(number)
+        if (waiting := self._open.get(keys[-1])) is not None:
+            waiting.append((number, ask))
             return
-        if len(messages) <= len(self._said) or said[: len(self._said)] != [said_of(m) for m in self._said]:
+        if len(self._open) >= _MOST_OPEN:
+            raise Refused(f"{_MOST_OPEN} calls of this session are open.", 429, code="too_many_calls", retry_after=1)
+        if ask.messages[-1]["role"] == "assistant":
+            raise Refused("The last message is the policy's own: send what follows it.", param="messages")
+        known = next((n for n in range(len(keys) - 1, 0, -1) if keys[n - 1] in self._turns), 0)
+        after = self._turns[keys[known - 1]] if known else -1
+        if not self.rules.forks and (self._open or after != self._num_turns - 1):
             raise Refused(
-                "The messages do not begin with those of the session's last call and its answer. In training a session "
-                "is one conversation: send the whole history, unchanged, and what follows it.",
-                param="messages", code="history_changed",
+                "The messages do not begin with those of the session's last call and its answer. This recipe takes one "
+                "conversation (environment.params.forks = false): send the whole history, unchanged, and what follows "
+                "it, one call at a time.", param="messages", code="history_changed",
             )
-        new = messages[len(self._said) :]
-        self._asked = messages
-        self._waiting.append(number)
-        self.asks.put(new)
+        self._open[keys[-1]] = [(number, ask)]
+        self.asks.put(Call(ask, tuple(ask.messages[known:]), after, keys[-1]))
+
+    def _send(self, number: int, ask: Ask, body: Mapping[str, Any]) -> None:
+        """What this caller asked for of the answer."""
+        choice = dict(body["choices"][0])
+        if not ask.token_ids:
+            del choice["token_ids"]
+        if not ask.logprobs:
+            choice["logprobs"] = None
+        given = {**body, "choices": [choice]}
+        if not ask.token_ids:
+            del given["prompt_token_ids"]
+        self.gateway.send(number, 200, given, ask)
 
 
 class Gateway:
@@ -130,12 +167,12 @@ class Gateway:
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def open(self) -> Episode:
+    def open(self, rules: Rules | None = None) -> Episode:
         """A session for a program. UserError where the extra is missing."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            episode = Episode(self)
+            episode = Episode(self, rules)
             self._episodes[episode.id] = episode
         return episode
 
@@ -144,9 +181,10 @@ class Gateway:
         with self._lock:
             self._episodes.pop(id, None)
 
-    def send(self, number: int, status: int, body: Mapping[str, Any]) -> None:
-        """Answer a call."""
-        self._write({"call": number, "status": status, "body": body})
+    def send(self, number: int, status: int, body: Mapping[str, Any], ask: Ask | None = None) -> None:
+        """Answer a call, as a stream if `ask` says so."""
+        stream = {"usage": ask.usage} if ask is not None and ask.stream else None
+        self._write({"call": number, "status": status, "body": body, "stream": stream})
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._connection is not None
@@ -207,19 +245,3 @@ class Gateway:
             episode.take(number, message["what"], message["body"])
         except Refused as error:
             self.refuse(number, error)
-
-
-def _answer(text: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time()), "model": MODEL,
-        "choices": [{
-            "index": 0, "finish_reason": "stop", "logprobs": None,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-        }],
-        "usage": None,
-    }
-
-
-def conversation(messages: Sequence[Message]) -> list[Message]:
-    """Messages of a call as an environment returns them."""
-    return [dict(message) for message in messages]

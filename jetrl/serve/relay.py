@@ -20,6 +20,7 @@ from starlette.routing import Route
 from jetrl.serve import pipe
 from jetrl.serve.http import HANDLERS, body_of, disconnect, key_of, refusal, require_json, serve_until
 from jetrl.serve.refusal import Refused
+from jetrl.serve.whole import events_of
 
 MOST_BYTES = 32 << 20
 
@@ -67,6 +68,8 @@ class Relay:
             if not answer.done():
                 raise ClientDisconnect
             found = answer.result()
+            if (stream := found.get("stream")) is not None:
+                return Response("".join(events_of(found["body"], stream["usage"])), media_type="text/event-stream")
             return JSONResponse(found["body"], found["status"])
         finally:
             gone.cancel()

@@ -103,7 +103,7 @@ class Session:
 
     def find(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[Turn, int] | None:
         """The turn with the longest conversation that `messages` go on from, and how many messages that is."""
-        keys = list(_keys(messages, variables))
+        keys = list(session_keys(messages, variables))
         return next(
             ((self._known[keys[n - 1]], n) for n in range(len(messages) - 1, 0, -1)
              if messages[n - 1]["role"] == "assistant" and keys[n - 1] in self._known), None,
@@ -130,7 +130,7 @@ class Session:
             row = np.array(turn.tokens, dtype=np.int32)
             self._ends.setdefault(len(row), {}).setdefault(_digest(row), turn)
         if answer is not None:
-            key = list(_keys([*messages, answer], variables or {}))[-1]
+            key = list(session_keys([*messages, answer], variables or {}))[-1]
             self._known.setdefault(key, turn)  # of two answers with one text, the first goes on
 
     def set_reward(self, value: Any) -> None:
@@ -174,7 +174,7 @@ def reward_of(value: Any, before: float | None) -> float:
     return float(value)
 
 
-def _keys(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[bytes]:
+def session_keys(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[bytes]:
     """A digest for each beginning of a conversation. Other tools or keywords make it another one."""
     at = blake2b(json.dumps(variables, sort_keys=True).encode(), digest_size=16).digest()
     found = []

@@ -7,7 +7,7 @@ chat and completions; vLLM's protocol for `return_token_ids`, `top_k`, `min_p` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +47,8 @@ _SAMPLING = {
 _SHARED = _SAMPLING | {"model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
 _CHAT = _SHARED | {"messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
 _COMPLETION = _SHARED | {"prompt"}
+_OF_RECIPE = (_SAMPLING - {"n", "logprobs"}) | {"max_completion_tokens"}
+_TURN = _CHAT - _OF_RECIPE
 _GENERATE = {"model", "token_ids", "sampling_params", "stream", "return_token_ids"}
 
 
@@ -122,6 +124,28 @@ def generate_ask(data: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
     return replace(
         ask, prompts=(prompt,), max_tokens=most, logprobs=_wants_logprobs(sampling),
         token_ids=_flag(data, "return_token_ids"),
+    )
+
+
+def turn_ask(data: Mapping[str, Any], ignored: Collection[str] = ()) -> Ask:
+    """The body of a chat call in training, where the recipe says how the policy is sampled. `ignored`: fields that the
+    recipe leaves out of what a program sends."""
+    data = {key: value for key, value in data.items() if value is not None and key not in ignored}
+    for key in _OF_RECIPE & data.keys():
+        raise Refused(
+            f"{key} = {shown(data[key], 60)}: in training the recipe says how the policy is sampled. Leave it out, or "
+            "name it in environment.params.ignore.", param=key, code="unsupported_parameter",
+        )
+    if data.get("n", 1) != 1 or isinstance(data.get("n"), bool):
+        raise Refused("In training n is 1: each turn of the policy is one.", param="n", code="unsupported_parameter")
+    _require_known({key: value for key, value in data.items() if key not in ("n", "model")}, _TURN, "")
+    options = data.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise Refused("stream_options: send {\"include_usage\": true}.", param="stream_options")
+    return Ask(
+        SamplingParams(1), None, None, messages=messages_of(data.get("messages")), variables=_variables(data),
+        logprobs=_flag(data, "logprobs"), token_ids=_flag(data, "return_token_ids"),
+        stream=_flag(data, "stream"), usage=_flag(options, "include_usage"),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jetrl.config import Config
-from jetrl.model.published import Published
+from jetrl.model.published import Norm, Published
 from jetrl.model.transformer import Transformer
 from jetrl.rl.own import is_own
 from jetrl.rl.surrogate import RATIOS, Clip, token_loss
@@ -38,10 +38,13 @@ def nudged(model: Transformer) -> Iterator[bool]:
         yield False
         return
     values = norm.published.data  # which torch does not count as a change: a BF16 master is its own published copy
+    offset = isinstance(norm, Norm) and norm.offset
+    if isinstance(norm, Norm) and offset:
+        values = norm.factor.data  # 1 + weight, in FP32: a BF16 step of it is nudged
     bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     before, at = bits.clone(), torch.arange(0, len(bits), max(1, len(bits) // _NUDGED), device=bits.device)
     try:
-        bits[at] ^= 1
+        bits[at] ^= 1 << 16 if offset else 1
         yield True
     finally:
         bits.copy_(before)

@@ -10,6 +10,9 @@ Shared prompts: trajectories of a micro-batch with the same prompt are a family.
 prompt without its last token, once; then comes a part for each trajectory, from the prompt's last token on. That token
 is repeated because its row carries a loss of each trajectory: so every loss row belongs to one trajectory, as it does
 without sharing. A trajectory alone with its prompt, and a prompt of one token, have no stem.
+
+A trajectory whose history was changed has a part for each of its rows (`jetrl.branches`), behind one another; all that
+is said of a trajectory's loss rows is said of these together.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.branches import rows_of
 from jetrl.choices import MaskedSequences
 from jetrl.errors import UserError
 from jetrl.kernels.logprob.truncation import KeptSets
 from jetrl.rl.losses import Denominators
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.bins import bin_pack, families, share_bins, shared_rows
-from jetrl.types import Advantage, Group, Trajectory
+from jetrl.types import Advantage, Group, Segment, Trajectory
 
 Own = Callable[[int], Sequence[int]]
 """Which of so many micro-batches of an update to make, ascending (`reduction.own_numbers`)."""
@@ -248,42 +252,54 @@ def _with_column(micro_batch: MicroBatch, column: str, values: Tensor) -> MicroB
 
 
 def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, Tensor]]:
-    """(micro-batch, number of the sequence, its loss rows within the micro-batch)."""
+    """(micro-batch, number of the sequence, its loss rows within the micro-batch, those of all of its parts)."""
     for number, micro in enumerate(batch.micro_batches):
-        edges = micro.cu_seqlens.tolist()
+        edges, found = micro.cu_seqlens.tolist(), dict[int, list[Tensor]]()
         for start, end in zip(edges[:-1], edges[1:], strict=True):
             if (sequence := int(micro.sequence_ids[start])) >= 0:
-                yield number, sequence, start + micro.loss_mask[start:end].nonzero()[:, 0]
+                found.setdefault(sequence, []).append(start + micro.loss_mask[start:end].nonzero()[:, 0])
+        yield from ((number, sequence, torch.cat(rows)) for sequence, rows in found.items())
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a micro-batch: tokens of one trajectory from place `first` to `end`. `sequence` None: a stem's."""
+    """Rows of a micro-batch: tokens of `segments` from place `first` to `end`. `sequence` None: a stem's. The policy's
+    tokens are in the loss from segment `own` on: those before are in that of another part of the trajectory."""
 
-    trajectory: Trajectory
+    segments: Sequence[Segment]
     first: int
     end: int
     stem: int
     sequence: _Sequence | None
+    own: int = 0
 
     def tokens(self) -> list[np.ndarray]:
         """Its rows, in pieces of neighbours."""
-        edges = accumulate((len(s.tokens) for s in self.trajectory.segments), initial=0)
+        edges = accumulate((len(s.tokens) for s in self.segments), initial=0)
         return [s.tokens[max(self.first - edge, 0) : max(self.end - edge, 0)]
-                for edge, s in zip(edges, self.trajectory.segments, strict=False)]
+                for edge, s in zip(edges, self.segments, strict=False)]
+
+
+def _parts_of(sequence: _Sequence, first: int = 0, stem: int = -1) -> list[_Part]:
+    """A trajectory's parts, one for each of its rows. The first one goes on from place `first` of a stem."""
+    parts: list[_Part] = []
+    for row in rows_of(sequence.trajectory.segments):
+        start, behind = (0, -1) if parts else (first, stem)
+        parts.append(_Part(row.segments, start, sum(len(s.tokens) for s in row.segments), behind, sequence, row.own))
+    return parts
 
 
 def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
     if not share_prompts:
-        return [_Part(s.trajectory, 0, s.trajectory.length, -1, s) for s in sequences]
+        return [part for sequence in sequences for part in _parts_of(sequence)]
     parts: list[_Part] = []
     for members in families([s.trajectory for s in sequences]):
         family = [sequences[place] for place in members]
         shared, stem = shared_rows(family[0].trajectory) if len(family) > 1 else 0, -1
         if shared:
             stem = len(parts)
-            parts.append(_Part(family[0].trajectory, 0, shared, -1, None))
-        parts += [_Part(s.trajectory, shared, s.trajectory.length, stem, s) for s in family]
+            parts.append(_Part(family[0].trajectory.segments, 0, shared, -1, None))
+        parts += [part for sequence in family for part in _parts_of(sequence, shared, stem)]
     return parts
 
 
@@ -301,9 +317,9 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool, weight_ver
     versions = torch.full((count,), -1) if mixed else None
     for part, start in zip(parts, starts.tolist(), strict=True):
         first = start - part.first - 1
-        for segment in part.trajectory.segments if part.sequence is not None and part.sequence.in_loss else ():
+        for place, segment in enumerate(part.segments if part.sequence is not None and part.sequence.in_loss else ()):
             rows = slice(first, first + len(segment.tokens))
-            if segment.author == "policy":
+            if segment.author == "policy" and place >= part.own:
                 loss_mask[rows] = 1.0
                 if len(segment.logprobs):  # worked solutions of the warm start were not sampled
                     logprobs.numpy()[rows] = segment.logprobs

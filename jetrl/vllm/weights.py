@@ -47,6 +47,11 @@ class Layout:
 
 def layout(spec: ModelSpec, recipe: Recipe, partial: Literal["refuse", "bf16"], device: str) -> Layout:
     """The layout of a model in a recipe. UserError for FP8 weights that vLLM refuses, unless `partial` is bf16."""
+    if spec.delta is not None:
+        raise UserError(
+            'rollout.engine = "vllm": jetrl does not give the weights of Gated DeltaNet to vLLM yet. Set '
+            'rollout.engine = "jetrl".'
+        )
     if spec.latent is not None:
         raise UserError(
             f'rollout.engine = "vllm": weights of {spec.family} models (latent attention) cannot be given to vLLM yet. '

@@ -54,6 +54,32 @@ def test_what_the_page_advises_fits(ranks: str, gpu: str, rows: str) -> None:
         assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
 
 
+def test_what_the_page_advises_for_smaller_cards_fits() -> None:
+    of_name, seen = {name: model for model, name in what_fits.CARD_MODELS.items()}, 0
+    for row in what_fits.cards()[4:-1]:
+        assert row in PAGE
+        card, name, *pairs = (cell.strip() for cell in row.strip("|").split("|"))
+        gib, precision = what_fits.CARDS[card]
+        for (settings, peak), more in zip((pairs[:2], pairs[2:]), ((), what_fits.ADAPTERS), strict=True):
+            overrides = [*what_fits.start(1024, 1), f"precision={precision}", *more]
+            overrides += re.findall(r"`([^`]+)`", settings)
+            config = on_gpu(load_config(find_recipe(what_fits.RECIPE), overrides, quiet))
+            memory = predict(config, SHAPES[of_name[name]], 1, int(gib * what_fits.GIB))
+            assert memory.fits(int(gib * what_fits.GIB)) == (settings != "does not fit")
+            assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
+            seen += 1
+    assert seen == 30
+
+
+def test_the_recipe_for_24_gb_fits() -> None:
+    """Its comment says what is predicted."""
+    path = find_recipe("gsm8k_qwen3_0.6b_24gb")
+    room = int(what_fits.CARDS["24 GB, `w8a16`: RTX 3090"][0] * what_fits.GIB)
+    memory = predict(on_gpu(load_config(path, [], quiet)), SHAPES["qwen3-0.6b"], 1, room)
+    assert memory.fits(room) and memory.sequences >= 100
+    assert f"# Memory: {memory.peak / what_fits.GIB:.0f} GiB at the peak, predicted" in path.read_text(encoding="utf-8")
+
+
 def test_the_command_at_the_top_is_a_row_of_the_first_table() -> None:
     command = " ".join(re.findall(r"^ {4,8}(\S.*?) ?\\?$", PAGE.partition("## How")[0], re.M)).split()
     assert command[:3] == ["jetrl", "train", what_fits.RECIPE] and "model.path=Qwen/Qwen3-8B" in command

@@ -18,7 +18,7 @@ FORCED = os.environ.get("JETRL_TEST_KERNELS", "")
 HOPPER_ONLY = (
     "test_attention_hopper", "test_coded_rows_hopper", "test_compile_ahead_hopper", "test_decode_hopper",
     "test_digests_hopper", "test_doctor_hopper", "test_draft_hopper", "test_few_rows_hopper", "test_gemm_hopper",
-    "test_logprob_hopper", "test_moe_hopper", "test_moe_model_hopper", "test_study_hopper", "test_vllm_hopper",
+    "test_logprob_hopper", "test_moe_hopper", "test_study_hopper", "test_vllm_hopper",
 )
 
 

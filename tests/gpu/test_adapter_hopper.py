@@ -111,7 +111,7 @@ def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
     """Packed, chunked, decoded in graphs, with pages that samples share, with drafts; and the adapters are seen."""
     spec = replace(SHAPES[shape], num_layers=2)
     with torch.device("meta"):
-        model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"])))
+        model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"], expert_rank=8)))
     fill(model, model.random_values(0), CUDA)
     model.to(CUDA)
     draw_adapters(model, 1)
@@ -121,6 +121,29 @@ def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
     batch = varlen([torch.arange(100, device=CUDA), torch.arange(7, device=CUDA)])
     with torch.no_grad():
         assert not torch.equal(model(batch), without_adapters(model)(batch))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_gradients_of_experts_adapters_are_those_of_a_cpu(precision: str) -> None:
+    """Within what BF16 gradients and other sums move."""
+    spec = replace(SHAPES["tiny-moe"], num_layers=1)
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.device("meta"):
+            model = Transformer(spec, build_recipe(precision, 1, lora=Lora(16, 32.0, GROUPS["all"], expert_rank=8)))
+        fill(model, model.random_values(0), torch.device(device))
+        model.to(device)
+        draw_adapters(model, 1)
+        model.publish()
+        accumulate_in(model, torch.float32)
+        tokens = torch.arange(300, device=device) % spec.vocab_size
+        batch = varlen([tokens[:173], tokens[173:]])
+        model.token_logprobs(model(batch), batch.tokens.roll(-1), 1.0)[0].mean().backward()
+        found.append({n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None})
+    cpu, gpu = found
+    assert cpu.keys() == gpu.keys() and any("mlp.down.lora.b" in name for name in cpu)
+    for name, want in cpu.items():
+        assert float((gpu[name] - want).norm() / want.norm()) < 0.15, name
 
 
 def test_graphs_read_adapters_that_were_published_again() -> None:

@@ -162,7 +162,9 @@ def test_gradients_of_attention(heads: tuple[int, int, int], stems: tuple[int, .
         assert (x.cpu().float() - y).norm() / y.norm() < 0.01, name
 
 
-MODELS = list(product(("random:smollm2-135m:3", "random:qwen3-0.6b:3"), ("bf16", "w8a16", "fp8"), ("bf16", "fp8")))
+SHAPES = ("random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe")
+FLOWS = (("bf16", ""), *product(("w8a16", "fp8"), ("bf16", "fp8")))  # precision, and format of the cache
+MODELS = [(shape, *flow) for shape in SHAPES for flow in FLOWS]
 
 
 @pytest.mark.parametrize(("model", "precision", "cache"), MODELS, ids=str)
@@ -175,6 +177,10 @@ def test_certificates(model: str, precision: str, cache: str) -> None:
     assert result.ok, [(link.link, link.first_difference) for link in result.links if not link.ok]
 
 
+EXPERTS = ARCH | {
+    "model_type": "qwen3_moe", "hidden_size": 72, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True,
+}
 GPU: dict[str, Any] = {"device": "cuda", "kernels": "triton", "model.arch": ARCH | {"hidden_size": 72, "head_dim": 32}}
 
 
@@ -184,6 +190,7 @@ GPU: dict[str, Any] = {"device": "cuda", "kernels": "triton", "model.arch": ARCH
         {"precision": "bf16"}, {"precision": "w8a16"}, {"precision": "fp8"}, {"quant.wgrad": "row"},
         {"quant.kv_cache": "fp8"}, {"precision": "bf16", "train.share_prompts": True, "rl.kl_coef": 0.1},
         {"precision": "bf16", "rl.entropy_coef": 0.01}, {"train.master_dtype": "bfloat16"},
+        {"model.arch": EXPERTS}, {"model.arch": EXPERTS, "precision": "bf16"},
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
 from jetrl.parity.certificate import Workload, certify
 from jetrl.parity.model_under_test import subject_of
+from jetrl.precision.lora import GROUPS
 from jetrl.run import setup
 from jetrl.run.prepare import prepare
 
@@ -140,6 +142,45 @@ def test_export_writes_the_adapters_and_merges_them(plain: tuple[Path, Transform
     assert 0 < lost < changed and f"{(lost / changed) ** 0.5:.1%}" in said[0]
     with pytest.raises(UserError, match="--merge is for adapters"):
         export_checkpoint(merged, tmp_path / "again", False, merge=True)
+
+
+def test_adapters_of_experts_there_and_back(tmp_path: Path) -> None:
+    """A run, its folder by PEFT's names of each expert's projections, a run that goes on, and merged weights."""
+    mixture = {
+        "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4, "model.arch.num_experts_per_tok": 2,
+        "model.arch.moe_intermediate_size": 72, "precision": "bf16", "lora.expert_rank": 2, "eval.eval_interval": 0,
+    }
+    run_dir, ended = run_of(tmp_path / "a", mixture)
+    assert all(row["parity/logprob_abs_diff_mean"] == 0 for row in numbers(run_dir) if row["step"])
+    out = export_checkpoint(run_dir, tmp_path / "adapters", False)
+    config, tensors = json.loads((out / CONFIG).read_text()), load_file(out / WEIGHTS)
+    (pattern, rank), = config["rank_pattern"].items()
+    assert config["r"] == 4 and rank == 2 and config["lora_alpha"] == 12
+    assert config["target_modules"] == [*GROUPS["all"]]
+    stem, linear = "base_model.model.model.layers.1.mlp.experts.3.up_proj.", ended.layers[1].mlp.gate_up
+    assert re.search(rf"(.*\.)?({pattern})$", stem[:-1]) and not re.search(rf"({pattern})$", "layers.1.mlp.down_proj")
+    assert_bitwise_equal(tensors[f"{stem}lora_A.weight"], linear.lora.a.published[14:16])  # the last of 4 x 2
+    assert_bitwise_equal(tensors[f"{stem}lora_B.weight"], linear.lora.b.published[-72:])
+    found = read_adapters(out)
+    assert found.lora.expert_rank == 2 and found.settings()["expert_rank"] == 2
+    assert checksum(published(load_model(out).model)) == checksum(published(ended))
+
+    spec = ended.spec
+    merged = hf.load_state(export_checkpoint(run_dir, tmp_path / "merged", False, merge=True), spec)
+    base = hf.load_state(run_dir / "checkpoints" / "base", spec)
+    for role, rows, in_a, in_b in (("gate_up", slice(72 * 7, 72 * 8), 14, 504), ("down", slice(120, 160), 6, 120)):
+        lora, name = ended.layers[1].mlp.get_submodule(role).lora, f"layers.1.mlp.{role}.weight"
+        a, b = lora.a.published.double(), lora.b.published.double()
+        change = 6.0 * b[in_b : in_b + rows.stop - rows.start] @ a[in_a : in_a + 2]
+        want = base[name].double()[rows] + change
+        assert float((merged[name].double()[rows] - want).abs().max()) <= 2**-8 * float(want.abs().max())
+
+    path = {"model.path": str(run_dir / "checkpoints" / "step_000002" / "model"), "model.arch": None}
+    own = {"lora.rank": 4, "lora.alpha": 12.0, "precision": "bf16", "model.tokenizer": None} | path
+    with pytest.raises(UserError, match="lora.expert_rank=2"):
+        prepare(tiny_config(tmp_path / "b", own))
+    again = setup.build(tiny_config(tmp_path / "b", own | {"lora.expert_rank": 2})).model
+    assert checksum(published(again)) == checksum(published(ended))
 
 
 def test_merging_over_a_quantized_base_is_refused(exported: Path, tmp_path: Path) -> None:

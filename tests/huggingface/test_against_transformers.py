@@ -40,11 +40,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "llama", "hidden_size": 72, "intermediate_size": 200, "num_attention_heads": 9,
        "num_key_value_heads": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "qwen3_moe": MOE | {"norm_topk_prob": True},
+    # Three layers of Gated DeltaNet with two value heads for a key head, and attention with 8 of 32 places rotated.
+    "qwen3_5_text": SIZES
+    | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
+       "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32},
     # Layers 1 and 3 have experts by the step, layer 3 is an MLP by its mention.
     "qwen3_moe, mixed": MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
 }
 DEEPSEEK = SIZES | {
-    "num_key_value_heads": 4, "kv_lora_rank": 72, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "num_key_value_heads": 4, "kv_lora_rank": 72, "q_lora_rank": None,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
 }
@@ -61,7 +66,8 @@ CONFIGS |= {
     "deepseek_v2": DEEPSEEK
     | {"model_type": "deepseek_v2", "rope_parameters": YARN, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
     "glm4_moe_lite": DEEPSEEK
-    | {"model_type": "glm4_moe_lite", "q_lora_rank": 40, "num_hidden_layers": 3, "v_head_dim": 40, "n_shared_experts": 1,
+    | {"model_type": "glm4_moe_lite", "q_lora_rank": 40, "num_hidden_layers": 3, "v_head_dim": 40,
+       "n_shared_experts": 1,
        "mlp_layer_types": ["dense", "sparse", "sparse"]},
 }
 LENGTHS = (70, 1, 33)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from jetrl.errors import Notice, UserError
 from jetrl.huggingface import deepseek
 from jetrl.huggingface import read as hf
-from jetrl.huggingface.config import hf_config, spec_from_hf
+from jetrl.huggingface.read import hf_config, spec_from_hf
 from jetrl.spec import SHAPES
 
 # As these keys stand in the models' own files.
@@ -97,7 +97,7 @@ def test_layers_for_drafts_are_left_out_and_told(tmp_path: Path) -> None:
     spec = SHAPES["tiny-mla"]
     state = dict(Transformer(spec, build_recipe("bf16", 4)).random_values(0))
     hf.save_model(tmp_path / "m", spec, state)
-    assert not [p for p in (tmp_path / "m").iterdir() if p.suffix == ".json" and "nextn_predict_layers\": 1" in p.read_text()]
+    assert hf.read_config(tmp_path / "m")["num_nextn_predict_layers"] == 0
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     more = {f"model.layers.4.{name}": torch.zeros(2) for name in ("enorm.weight", "eh_proj.weight")}
     save_file(tensors | more, tmp_path / "m" / "model.safetensors")

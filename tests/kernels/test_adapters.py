@@ -12,6 +12,7 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels.adapters import ops
+from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.quantize.ops import quantize_act
 
 PLACES = (((0, 40), (0, 40)), ((56, 80), (40, 64)))
@@ -55,6 +56,25 @@ def test_rows_do_not_depend_on_the_batch_and_y_may_be_replaced() -> None:
     assert_bitwise_equal(codes.scale, expected.scale)
 
 
+def test_rows_of_experts_have_the_bits_of_each_expert_s_adapters() -> None:
+    chosen = torch.tensor([[0, 2], [2, 4], [0, 4], [2, 0]])  # no token has expert 1 or 3
+    groups = moe.group(chosen, 5)
+    x, y, dy = normal(8, 96, seed=3), normal(8, 80), normal(8, 80, seed=5)
+    a, b = normal(5 * 16, 96, seed=1), normal(5 * 64, 8, seed=2)
+    u = ops.shrink_rows(x, a, groups)
+    got = ops.expand_rows(y, u, b, SCALE, PLACES, groups, y.clone())
+    du = ops.expand_rows_backward(dy, b, SCALE, PLACES, groups)
+    seen = 0
+    for expert, count in enumerate(groups.counts.tolist()):
+        at = slice(int(groups.starts[expert]), int(groups.starts[expert]) + count)
+        own_a, own_b = a[16 * expert : 16 * expert + 16], b[64 * expert : 64 * expert + 64]
+        assert_bitwise_equal(u[at], ops.shrink(x[at], own_a))
+        assert_bitwise_equal(got[at], ops.expand(y[at], u[at], own_b, SCALE, PLACES, y[at].clone()))
+        assert_bitwise_equal(du[at], ops.expand_backward(dy[at], own_b, SCALE, PLACES))
+        seen += count
+    assert seen == 8
+
+
 def compiled(kernel: Any, pointers: dict[str, str], warps: int, **constants: Any) -> str:
     """The kernel in Triton's GPU dialect."""
     import triton
@@ -70,34 +90,46 @@ def compiled(kernel: Any, pointers: dict[str, str], warps: int, **constants: Any
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"])
 
 
-@pytest.mark.parametrize(("split", "tokens", "rows"), [(True, 16, 16), (False, 64, 64), (False, 64, 16)])
-def test_a_chain_is_by_one_instruction_and_its_sum_is_added_outside_of_it(split: bool, tokens: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("split", "tokens", "rows", "experts"),
+    [(True, 16, 16, 0), (False, 64, 64, 0), (False, 64, 16, 0), (False, 16, 16, 5)],
+)
+def test_a_chain_is_by_one_instruction_and_its_sum_is_added_outside_of_it(
+    split: bool, tokens: int, rows: int, experts: int
+) -> None:
     """`mma.sync` in the natural order of K; the compiler has not made the sum of chains the next chain's begin."""
     pytest.importorskip("triton")
     from jetrl.kernels.adapters import triton as kernels
 
     pointers = {"x": "*bf16", "a": "*bf16", "out": "*fp32" if split else "*bf16", "codes": "*u8", "scale": "*fp32"}
+    pointers["starts"] = "*i32"
     code = compiled(
         kernels._shrink_kernel, pointers, 2, T=tokens, R=rows, STEP=kernels._STEP,
-        STEPS=kernels.CHAIN // kernels._STEP, SPLIT=split, QUANT=split, FLOOR=0x2B8CBCCC, POW2=True, STAGES=3, PDL=True,
+        STEPS=kernels.CHAIN // kernels._STEP, SPLIT=split, QUANT=split, FLOOR=0x2B8CBCCC, POW2=True, EXPERTS=experts,
+        EB=8, STAGES=3, PDL=True,
     )
     assert code.count("tt.dot ") == 1 and "warp_group_dot" not in code
     assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
     assert code.count("arith.addf") == (0 if split else 1)
 
 
-@pytest.mark.parametrize(("chains", "tokens", "columns", "warps"), [(0, 32, 256, 4), (24, 16, 128, 2), (8, 32, 128, 4)])
+@pytest.mark.parametrize(
+    ("chains", "tokens", "columns", "warps", "experts"),
+    [(0, 32, 256, 4, 0), (24, 16, 128, 2, 0), (8, 32, 128, 4, 0), (0, 16, 128, 2, 5)],
+)
 @pytest.mark.parametrize("rank", [8, 32, 192])
 def test_expand_is_one_chain_and_the_product_with_the_scale_is_rounded(
-    chains: int, tokens: int, columns: int, warps: int, rank: int
+    chains: int, tokens: int, columns: int, warps: int, experts: int, rank: int
 ) -> None:
     pytest.importorskip("triton")
     from jetrl.kernels.adapters import triton as kernels
 
     pointers = {"y": "*bf16", "u": "*fp32" if chains else "*bf16", "b": "*bf16", "out": "*bf16", "scale": "fp32"}
+    pointers["starts"] = "*i32"
     block = min(128, max(16, 1 << (rank - 1).bit_length()))
     code = compiled(
-        kernels._expand_kernel, pointers, warps, T=tokens, N=columns, R=block, RANK=rank, CHAINS=chains, PDL=True
+        kernels._expand_kernel, pointers, warps, T=tokens, N=columns, R=block, RANK=rank, CHAINS=chains,
+        EXPERTS=experts, EB=8, PDL=True,
     )
     assert code.count("tt.dot ") == -(-rank // block) and "warp_group_dot" not in code
     assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"} and "math.fma" not in code

@@ -1,4 +1,4 @@
-"""DeepSeek's choice of experts (`kernels.experts.reference.route_sigmoid`): by hand, against torch, and its gradient."""
+"""DeepSeek's choice of experts (`kernels.experts.reference.route_sigmoid`): by hand, against torch, its gradient."""
 
 from __future__ import annotations
 

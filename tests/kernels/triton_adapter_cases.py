@@ -19,19 +19,25 @@ from torch import Tensor
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adapters import reference
 from jetrl.kernels.adapters import triton as ta
+from jetrl.kernels.experts.groups import Groups
 from jetrl.precision.lora import edges
 
 Case, equal = base.Case, base.equal
 
 
 def in_chains(x: Tensor, a: Tensor) -> Tensor:
-    """u: each chain from zero, their sums added in order, rounded."""
+    """u: the sums, rounded."""
+    return sums(x, a).bfloat16()
+
+
+def sums(x: Tensor, a: Tensor) -> Tensor:
+    """FP32: each chain from zero, their sums added in order."""
     total = np.zeros((len(x), len(a)), np.float32)
     for start in range(0, x.shape[1], ta.CHAIN):
         part = slice(start, start + ta.CHAIN)
         zero = np.zeros_like(total)
         total = total + attention.product(x[:, part].float().numpy(), a[:, part].float().numpy().T, zero)
-    return torch.from_numpy(total).bfloat16()
+    return torch.from_numpy(total)
 
 
 def added(y: Tensor, u: Tensor, b: Tensor, scale: float, places: ta.Places) -> Tensor:
@@ -109,5 +115,33 @@ def adapter_cases() -> Iterator[tuple[str, Case]]:
     yield "chains begin from zero", order
 
 
+def expert_cases() -> Iterator[tuple[str, Case]]:
+    """Groups as a GPU has them: from multiples of 16 on, rows of padding between, rows of nobody behind."""
+    def rows(rank: int) -> None:
+        counts, k, places = (3, 0, 17, 1), 640, (((0, 40), (0, 40)), ((40, 64), (40, 64)))
+        sizes = [-(-n // 16) * 16 for n in counts]
+        starts = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32)
+        groups = Groups(torch.empty(0), torch.empty(0), starts, torch.tensor(counts))
+        total, behind = int(starts[-1]), 32
+        x, y, dy = (drawn(total + behind, size, seed=i) for i, size in enumerate((k, 64, 64)))
+        a, b = drawn(4 * 2 * rank, k, seed=3), drawn(4 * 64, rank, seed=4)
+        u, out = ta.adapter_shrink_rows(x, a, groups), torch.full_like(y, 7.0)
+        ta.adapter_expand_rows(y, u, b, 0.75, places, groups, out)
+        du = ta.adapter_expand_rows_backward(dy, b, 0.75, places, groups)
+        for e, (start, count) in enumerate(zip(starts.tolist(), counts, strict=False)):
+            at = slice(start, start + count)
+            own_a, own_b = a[e * 2 * rank : (e + 1) * 2 * rank], b[e * 64 : (e + 1) * 64]
+            equal(f"u of expert {e}", u[at], in_chains(x[at], own_a))
+            equal(f"y of expert {e}", out[at], added(y[at], u[at], own_b, 0.75, places))
+            for i, ((begin, end), _) in enumerate(places):
+                turned, of_u = own_b[begin:end].T.contiguous(), slice(i * rank, (i + 1) * rank)
+                want = (sums(dy[at, begin:end], turned) * 0.75).bfloat16()
+                equal(f"du of expert {e}", du[at, of_u].contiguous(), want)
+        assert bool((out[total:] == 7.0).all()), "rows behind the last group"
+
+    yield "adapters of experts, rank 8", partial(rows, 8)
+    yield "adapters of experts, rank 24", partial(rows, 24)
+
+
 if __name__ == "__main__":
-    raise SystemExit(base.main(list(adapter_cases())))
+    raise SystemExit(base.main([*adapter_cases(), *expert_cases()]))

@@ -28,6 +28,10 @@ from jetrl.kernels.attention import portable as pa
 from jetrl.kernels.attention import portable_backward as pb
 from jetrl.kernels.attention import reference as attention_reference
 from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.kernels.experts import operands as eo
+from jetrl.kernels.experts import portable as pe
+from jetrl.kernels.experts import quantize as eq
+from jetrl.kernels.experts import route
 from jetrl.kernels.gemm import operands
 from jetrl.kernels.gemm import portable as pg
 from jetrl.kernels.gemm import portable_fp8 as pf
@@ -179,6 +183,75 @@ def fp8_cases() -> Iterator[tuple[str, Case]]:
     for tile in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
             yield f"fp8 wgrad, tile {tile} {dtype}", partial(backward, 300, 40, 136, tile, dtype)
+
+
+def grouped_cases() -> Iterator[tuple[str, Case]]:
+    def groups_of(tokens: int, experts: int, k: int, block: int | None) -> route.PaddedGroups:
+        """Of which one expert has no rows, and one has many."""
+        g = torch.Generator().manual_seed(tokens + experts)
+        scores = torch.rand(tokens, experts, generator=g)
+        scores[:, 1], scores[:, 2] = -1.0, 2.0
+        chosen = scores.topk(k).indices
+        return route.group(chosen.to(DEVICE), experts, block)
+
+    def rows(kind: str, tokens: int, experts: int, k: int, block: int, n: int, width: int) -> None:
+        on(kind)
+        groups = groups_of(tokens, experts, k, block)
+        g = torch.Generator().manual_seed(n)
+        x = torch.randn(len(groups.tokens), width, generator=g).bfloat16()
+        x[(groups.tokens < 0).cpu()] = float("nan")  # whatever padding holds
+        w = torch.randn(experts * n, width, generator=g).bfloat16()
+        got = pe.grouped_bf16_gemm(x.to(DEVICE), eo.prepare_experts_bf16(w.to(DEVICE), experts), groups, torch.bfloat16)
+        clean = x.nan_to_num(0.0)
+        weight = tq.quantize_weight(w.to(DEVICE), False, (n,) * experts)
+        held, turned = (make(weight, experts) for make in (eo.prepare_experts_fp8, eo.prepare_experts_fp8_t))
+        quantized = pe.grouped_fp8_gemm(tq.quantize_act(clean.to(DEVICE)), held, groups, torch.bfloat16)
+        dy = torch.randn(len(clean), n, generator=g).bfloat16()
+        dx = pe.grouped_fp8_gemm(tq.quantize_act(dy.to(DEVICE)), turned, groups, torch.bfloat16)
+        plain = pe.grouped_bf16_dgrad(dy.to(DEVICE), w.to(DEVICE), groups)
+        for e in range(experts):
+            at = slice(int(groups.starts[e]), int(groups.ends[e]))
+            if at.start == at.stop:
+                continue
+            matrix = w[e * n : (e + 1) * n]
+            dense = pg.bf16_gemm(clean[at].to(DEVICE), operands.prepare_bf16(matrix.to(DEVICE)), torch.bfloat16)
+            equal(f"expert {e}", got[at], dense)
+            own = tq.quantize_weight(matrix.contiguous().to(DEVICE))
+            a, d = (tq.quantize_act(t[at].contiguous().to(DEVICE)) for t in (clean, dy))
+            equal(f"expert {e}, fp8", quantized[at], pf.fp8_gemm(a, operands.prepare_fp8(own), torch.bfloat16))
+            equal(f"expert {e}, dgrad fp8", dx[at], pf.fp8_gemm(d, operands.prepare_fp8_t(own), torch.bfloat16))
+            error = (plain[at].cpu().float() - dy[at].float() @ matrix.float()).norm()
+            assert error <= 0.01 * (dy[at].float() @ matrix.float()).norm(), f"expert {e}, dgrad"
+
+    def gradients(dtype: torch.dtype) -> None:
+        on("wgmma")
+        n, width, experts = 40, 72, 5
+        groups = groups_of(70, experts, 2, 128)
+        g = torch.Generator().manual_seed(3)
+        real = (groups.tokens >= 0).cpu()[:, None]
+        dy, x = (torch.randn(len(real), size, generator=g).bfloat16() * real for size in (n, width))
+        begun = torch.randn(experts * n, width, generator=g).to(dtype)
+        plain, coded = begun.to(DEVICE, copy=True), begun.to(DEVICE, copy=True)
+        pe.grouped_bf16_wgrad_into(dy.to(DEVICE), x.to(DEVICE), groups, plain)
+        columns = (eq.quantize_rows_t(t.to(DEVICE), groups, False) for t in (dy, x))
+        pe.grouped_wgrad_into(*columns, groups, coded)
+        for e in range(experts):
+            at, mine = slice(int(groups.starts[e]), int(groups.ends[e])), slice(e * n, (e + 1) * n)
+            if at.start == at.stop:
+                equal(f"expert {e} without rows", plain[mine], begun[mine])
+                equal(f"expert {e} without rows", coded[mine], begun[mine])
+                continue
+            want = begun[mine].float() + dy[at].float().T @ x[at].float()
+            torch.testing.assert_close(plain[mine].cpu().float(), want, rtol=2**-7, atol=1e-3)
+            of = (tq.quantize_act_t(t[at].contiguous().to(DEVICE)) for t in (dy, x))
+            total = begun[mine].to(DEVICE, copy=True)
+            pf.wgrad_into(*of, total)
+            equal(f"expert {e}, fp8", coded[mine], total)
+
+    for kind, tokens, block in (("mma", 6, 16), ("wgmma", 70, 128), ("tcgen05", 3, 16)):
+        yield f"experts {kind}, {tokens} tokens", partial(rows, kind, tokens, 6, 2, block, 40, 72)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield f"experts' gradients {dtype}", partial(gradients, dtype)
 
 
 @triton.jit
@@ -353,7 +426,8 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    return [case for kind in (gemm_cases, fp8_cases, code_cases, attention_cases, gradient_cases) for case in kind()]
+    kinds = (gemm_cases, fp8_cases, grouped_cases, code_cases, attention_cases, gradient_cases)
+    return [case for kind in kinds for case in kind()]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.huggingface.config import spec_from_hf
+from jetrl.kernels.experts import ops as moe
 from jetrl.model.adapter import (
     Adapter,
     BaseHash,
@@ -20,6 +21,7 @@ from jetrl.model.adapter import (
     publish_base,
     without_adapters,
 )
+from jetrl.model.expert_adapter import ExpertAdapter
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.names import adapted_projections, adapter_table, tensor_table
@@ -186,6 +188,9 @@ def test_publishing_touches_adapters_alone_and_in_place() -> None:
         model(varlen(BATCH))
     model.publish()
     assert model.addresses() == places and checksum(published(without_adapters(model))) == base
+    adapters = [linear.lora for linear in model.modules() if isinstance(linear, FlowLinear)]
+    for table in (part for adapter in adapters for part in (adapter.a, adapter.b)):
+        assert_bitwise_equal(table.published, table.weight.detach().bfloat16())
     changed = {name for name, tensor in published(model).items() if not torch.equal(
         tensor.values.view(torch.uint8), before[name].view(torch.uint8))}
     assert changed == {name for name in before if "lora_" in name}
@@ -202,6 +207,62 @@ def test_published_names_are_those_of_peft() -> None:
     held = sum(t.values.numel() * t.values.element_size() + (0 if t.scales is None else 4 * t.scales.numel())
                for t in names.values())
     assert held == published_bytes(model.spec, model.recipe)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[1], RECIPES[2], RECIPES[3]], ids=lambda r: r.name)
+def test_adapters_of_experts(recipe: Recipe) -> None:
+    """A certificate, gradients of all of them in training mode, whose forward pass has the same bits, and none of the
+    base; down alone leaves the norm's codes to gate and up."""
+    down = Lora(4, 12.0, (*GROUPS["attention"], "down_proj"), expert_rank=3)
+    for lora in (replace(LORA, expert_rank=3), down):
+        model, batch = model_of(recipe, lora, **EXPERTS), varlen(BATCH)
+        found = certify(model, Workload(num_sequences=3, max_prompt=14, new_tokens=8), "drawn", lambda text: None)
+        assert found.ok
+        accumulate_in(model, torch.float32)
+        with torch.no_grad():
+            expected = model(batch)
+            assert not torch.equal(model_of(recipe, replace(lora, expert_rank=None), **EXPERTS)(batch), expected)
+        hidden = model(batch)
+        assert_bitwise_equal(hidden, expected)
+        model.token_logprobs(hidden, batch.tokens.roll(-1), 0.9)[0].sum().backward()
+        having = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
+        assert having == {name for name in masters_of(model) if is_adapter(name)}
+        assert having == set(adapter_table(model.spec, lora))
+
+
+def test_gradients_of_experts_against_float64() -> None:
+    torch.manual_seed(1)
+    experts, rank, groups = 3, 4, moe.group(torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [0, 2]]), 3)
+    adapter = ExpertAdapter(Lora(rank, 12.0, ("up_proj",)), 32, (16, 8), (1,), experts, torch.float32, torch.bfloat16)
+    for p in adapter.parameters():
+        p.data.normal_(0, 0.3)
+        p.data.copy_(p.data.bfloat16())
+    adapter.a.publish()
+    adapter.b.publish()
+    owner = torch.repeat_interleave(torch.arange(experts), groups.counts)
+
+    def plain(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.unflatten(0, (experts, -1))[owner], b.unflatten(0, (experts, -1))[owner]
+        added = torch.einsum("nor,nr->no", b, torch.einsum("nrk,nk->nr", a, x)) * 3.0
+        return torch.cat([y[:, :16], y[:, 16:] + added], 1)
+
+    x, y, dy = torch.randn(10, 32).bfloat16(), torch.randn(10, 24).bfloat16(), torch.randn(10, 24).bfloat16()
+    weights = [adapter.a.weight.detach(), adapter.b.weight.detach()]
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, y, *weights)]
+        return list(torch.autograd.grad(plain(*leaves), leaves, dy.to(dtype)))
+
+    inputs = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+    got = torch.autograd.grad(adapter.rows(*inputs, groups), [*inputs, adapter.a.weight, adapter.b.weight], dy)
+    for name, ours, baseline, true in zip("xyab", got, run(torch.bfloat16), run(torch.float64), strict=True):
+        assert_at_most_twice(ours, baseline, true, name)
+    assert not got[2].unflatten(0, (experts, -1))[1].any(), "no row has expert 1"
+    accumulate_in(adapter, torch.float32)
+    for times in (1, 2):  # in place, and twice as much the second time
+        adapter.rows(*inputs, groups).backward(dy)
+        for p, one in zip(adapter.parameters(), got[2:], strict=True):
+            assert torch.allclose(p.grad, times * one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("arch", [{}, BIASED, EXPERTS], ids=["tied", "biased", "experts"])

@@ -1,5 +1,4 @@
-"""Latent attention and DeepSeek's experts in models (`latent_attention`, `deepseek_moe`): training's bits in rollout,
-gradients, the frozen bias, folders."""
+"""Latent attention and DeepSeek's experts in models (`latent_attention`, `deepseek_moe`)."""
 
 from __future__ import annotations
 

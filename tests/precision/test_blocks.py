@@ -11,6 +11,8 @@ from flow_shape import SPEC
 from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Linear
+from jetrl.precision.blocks.gated_attention import GatedAttention
+from jetrl.precision.blocks.gated_delta import GatedDelta
 from jetrl.precision.blocks.layouts import (
     ATTENTION,
     DENSE_MLP,
@@ -31,7 +33,7 @@ from jetrl.precision.formats import BF16, FP32, Format, kv_head
 from jetrl.precision.graph import ROUNDING
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import Role, build_recipe
-from jetrl.spec import ExpertSpec, ModelSpec
+from jetrl.spec import SHAPES, ExpertSpec, ModelSpec
 
 
 def test_linears_of_a_layer() -> None:
@@ -52,9 +54,15 @@ def test_every_family_has_its_layers() -> None:
     experts = ExpertSpec(count=4, per_token=2, intermediate_size=64, normalized=True, step=2)
     mixed = replace(SPEC, family="qwen3_moe", experts=experts)
     assert [blocks_of(mixed, i)[1] for i in range(4)] == [DENSE_MLP, EXPERTS, DENSE_MLP, EXPERTS]
-    assert linears_of(mixed, 1)["mlp", "gate_up"] == Linear((64, 64) * 4, 256, experts=4)
-    assert linears_of(mixed, 1)["mlp", "down"] == Linear((256,) * 4, 64, writes_residual=True, experts=4)
+    into, out = ("gate_proj", "up_proj"), ("down_proj",)
+    assert linears_of(mixed, 1)["mlp", "gate_up"] == Linear((64, 64) * 4, 256, experts=4, projections=into)
+    down = Linear((256,) * 4, 64, writes_residual=True, experts=4, projections=out)
+    assert linears_of(mixed, 1)["mlp", "down"] == down
     assert Linear((64, 64) * 4, 256, experts=4).out_sections == Linear((64, 64), 256).out_sections == (64, 64)
+    hybrid = SHAPES["qwen3.5-0.8b"]
+    assert [type(blocks_of(hybrid, i)[0]) for i in range(5)] == [GatedDelta] * 3 + [GatedAttention, GatedDelta]
+    assert linears_of(hybrid, 3)["attn", "qkv"].sections == (4096, 512, 512)
+    assert linears_of(hybrid, 0)["delta", "qkvz"] == Linear((6144, 2048), 1024)
     with pytest.raises(AssertionError, match="no layout for the family 'mamba'; there are llama, qwen2, qwen3"):
         blocks_of(replace(SPEC, family="mamba"), 0)
     with pytest.raises(AssertionError, match="layer 4 of 4"):
@@ -64,7 +72,10 @@ def test_every_family_has_its_layers() -> None:
 def test_no_block_redefines_where_a_common_operator_rounds() -> None:
     experts = ExpertSpec(count=4, per_token=2, intermediate_size=64, normalized=True)
     mixed = replace(SPEC, family="qwen3_moe", experts=experts)
-    for block, spec in ((ATTENTION, SPEC), (DENSE_MLP, SPEC), (EXPERTS, mixed)):
+    hybrid = SHAPES["tiny-hybrid"]
+    for block, spec in (
+        (ATTENTION, SPEC), (DENSE_MLP, SPEC), (EXPERTS, mixed), (GatedDelta(), hybrid), (GatedAttention(), hybrid)
+    ):
         assert not block.roundings.keys() & ROUNDING.keys()
         assert block.roundings.keys() <= {n.op for view in ("rollout", "train_backward")
                                           for n in build_flow(spec, build_recipe("fp8", 4), view).nodes}

@@ -1,4 +1,4 @@
-"""What the blocks of latent attention (`precision.blocks.latent`) and of DeepSeek's experts declare."""
+"""What the blocks of latent attention (`blocks.latent`) and of DeepSeek's experts (`deepseek_moe`) declare."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ from flow_shape import SPEC
 from jetrl.precision.builder import build_flow
 from jetrl.precision.flow import diff_recipe, flow_digest
 from jetrl.precision.graph import View
-from jetrl.precision.lora import ATTENTION, GROUPS, MLP, Lora, edges, expanded
+from jetrl.precision.lora import ATTENTION, GROUPS, MLP, Lora, adapted_rows, edges, expanded
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import build_recipe
+from jetrl.spec import ExpertSpec
 
 LORA = Lora(8, 32.0, GROUPS["all"])
 
@@ -49,6 +50,24 @@ def test_the_flow_has_them_on_both_sides_and_reads_the_bf16_input(precision: str
         assert edge["layers.1.attn_add.y"].source == "layers.1.o_expand"
         assert str(edge["layers.1.qkv_shrink.x"].format) == "bf16"
     assert "expand" in flow_svg(SPEC, recipe)
+
+
+def test_adapters_of_experts_are_nodes_too_and_without_their_rank_nothing_differs() -> None:
+    experts = ExpertSpec(count=4, per_token=2, intermediate_size=128, normalized=True)
+    spec = replace(SPEC, family="qwen3_moe", experts=experts)
+    recipe = build_recipe("fp8", 4, lora=LORA)
+    assert LORA.of(4) is None and LORA.of(0) is LORA
+    own = replace(LORA, expert_rank=4)
+    assert own.of(4) == Lora(4, 32.0, GROUPS["all"]) and own.of(4).scale == 8.0 and own.of(0).scale == 4.0
+    with_experts = replace(recipe, lora=own)
+    assert flow_digest(spec, recipe) != flow_digest(spec, with_experts) and not diff_recipe(spec, with_experts)
+    edge = build_flow(spec, with_experts, "rollout").edge_map()
+    assert edge["layers.1.gate_up_shrink.x"].source == "layers.1.dispatch"
+    assert edge["layers.1.down_expand.y"].source == "layers.1.down"
+    assert edge["layers.1.combine.y"].source == "layers.1.down_expand"
+    assert not any("gate_up_shrink" in name for name in build_flow(spec, recipe, "rollout").edge_map())
+    rows = list(adapted_rows(Lora(2, 4.0, ("up_proj", "down_proj")), (3, 5, 3, 5), ("gate_proj", "up_proj"), 2))
+    assert rows == [((3, 8), 0, 0), ((11, 16), 2, 5)]
 
 
 def test_a_bias_comes_after_the_adapters() -> None:

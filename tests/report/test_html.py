@@ -312,6 +312,11 @@ def drawn(page: Path, folder: Path) -> str:
     return re.sub(r"<script.*?</script>", "", text, flags=re.S)
 
 
+def section(text: str, name: str) -> str:
+    """One section of the page."""
+    return text.split(f'<section id="{name}"')[1].split("</section>")[0]
+
+
 needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 
 
@@ -390,6 +395,7 @@ def test_a_browser_draws_conversations(make_run, tmp_path: Path) -> None:
     run = make_run("guess", conversations=True, steps=10)
     page = write_report([run], tmp_path / "r.html")
     text = drawn(clicking(page, "document.querySelector('#groups').lastElementChild"), tmp_path)
+    text = text.replace(section(text, "traces"), "")
     rows = [row for row in read_samples(run) if row["step"] == 10 and "turns" in row]
     turns = [turn for row in rows for turn in row["turns"]]
     for author in ("policy", "environment"):
@@ -411,9 +417,69 @@ def test_the_browser_shows_failed_ones_only_with_the_whole_error(tmp_path: Path)
         recorder.write_samples(1, [talk([3], ["kept"]), talk([2], ["lost"], **failed), talk([1], ["other"], group=2)])
         recorder.write_samples(2, [talk([1], ["later"])])
     page = write_report([tmp_path / "run"], tmp_path / "r.html")
-    text = drawn(clicking(page, "$('failed-only')", "$('plain-text')"), tmp_path)
+    text = section(drawn(clicking(page, "$('failed-only')", "$('plain-text')"), tmp_path), "samples")
     assert text.count('class="turn policy"') == 1 and ">lost</div>" in text and ">kept</div>" not in text
     assert "no reward · 1 failed" in text and "mean reward" not in text
     assert '<b class="bad">time-out: KeyError: \'x\'</b>' in text
     assert f'<p class="failure">{error.replace("<", "&lt;").replace(">", "&gt;")}</p>' in text
     assert re.findall(r"<option[^>]*>(\d)</option></select>", text) == ["1"]  # step 2 has no failed one
+
+
+ATTACK = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+
+
+def traced(folder: Path, *rows: dict[str, Any]) -> Path:
+    """The page of a run whose only step has these rows."""
+    with Recorder(folder / "run") as recorder:
+        recorder.write(1, {"reward/mean": 1.0})
+        recorder.write_samples(1, rows)
+    return write_report([folder / "run"], folder / "r.html")
+
+
+def test_the_page_has_roles_versions_and_branches_within_its_limits(tmp_path: Path) -> None:
+    row = talk([2, 1], ["x" * 7000, "y" * 3000], prompt="ab\ncd", prompt_roles=[["system", 0], ["user", 3]])
+    row["turns"][0]["versions"], row["turns"][2]["after"] = [[0, 7]], -1
+    row["turns"][1]["roles"], row["turns"][3]["roles"] = [["tool", 0], ["user", 6500]], [["tool", 0], ["user", 2000]]
+    bad = talk([1], ["x"], prompt_roles="system")
+    bad["turns"][0]["versions"], bad["turns"][1]["roles"], bad["turns"][1]["after"] = [["0", 1]], [[1, "tool"]], "0"
+    shown, other = choose_samples([row, bad], 10)["steps"][0]["groups"][0]["rows"]
+    assert shown["pm"] == [["system", 3], ["user", 2]] and shown["turns"][0]["w"] == [[0, 7]]
+    assert [turn.get("after") for turn in shown["turns"]] == [None, None, -1, None]
+    said = [[["tool", 6500], ["user", 500]], [["tool", 1000], ["user", 0]]]
+    assert [turn.get("m") for turn in shown["turns"]][1::2] == said
+    assert not {"pm"} & other.keys() and all(not {"m", "w", "after"} & turn.keys() for turn in other["turns"])
+
+
+@needs_browser
+def test_a_browser_draws_a_conversation_as_a_tree(tmp_path: Path) -> None:
+    prompt = {"prompt": "Be short.\n1+1?", "prompt_roles": [["system", 0], ["user", 10]]}
+    row = talk([2, 1, 1], ["first", "second", "third"], **prompt)
+    row["turns"][3] |= {"after": 0, "roles": [["tool", 0]]}  # a branch behind the first turn
+    row["turns"][0] |= {"versions": [[0, 3], [1, 4]], "reward": 0.5}
+    text = section(drawn(traced(tmp_path, row), tmp_path), "traces")
+    roles = {"system": 1, "user": 1, "tool": 1, "environment": 2, "policy": 3}
+    assert {role: text.count(f'class="node {role}"') for role in roles} == roles
+    assert text.count("Branch 1 of 2") == text.count("Branch 2 of 2") == 1 and 'forks <b class="">1</b>' in text
+    assert 'weight version <b class="">3, 4</b>' in text and 'reward <b class="good">+0.5</b>' in text
+    first, second = text.split("Branch 2 of 2")
+    assert "first" in first and "second" not in first and "second" in second and "third" in second
+    assert "turn 3" not in text and first.count(">turn 2<") == 1 and second.count(">turn 2<") == 1
+
+
+@needs_browser
+def test_traces_are_text_whoever_wrote_them(tmp_path: Path) -> None:
+    failed = {"error": ATTACK, "finish_reason": "error", "reward": None}
+    row = talk([1], [ATTACK], prompt=ATTACK, prompt_roles=[[ATTACK, 0]], **failed)
+    row["turns"][1] |= {"roles": [[ATTACK, 0]], "rendered": ATTACK}
+    row["turns"][0] |= {"text": ATTACK, "tokens": [ATTACK]}
+    page = traced(tmp_path, row, talk([1], ["x"], prompt="plain", prompt_roles=[["constructor", 0]]))
+    text = drawn(page, tmp_path)
+    assert "<img" not in text and 'onerror="' not in text and "alert(2)</script>" not in text
+    traces = section(text, "traces")
+    assert traces.count("&lt;img src=x") >= 4 and 'class="node environment"' in traces
+
+
+@needs_browser
+def test_a_run_of_plain_answers_has_no_traces(make_run, tmp_path: Path) -> None:
+    page = write_report([make_run("fp8", steps=5)], tmp_path / "r.html")
+    assert '<section id="traces" hidden' in drawn(page, tmp_path)

@@ -238,6 +238,26 @@ def test_conversations_become_rows_with_turns(tmp_path: Path) -> None:
     assert repr(back[0]) == repr({"step": 1, **rows[0]}) and back[1]["reward"] == math.inf
 
 
+def test_turns_say_who_wrote_them_and_with_which_weights() -> None:
+    """Roles with their first character where the text is its messages; with line breaks (chat) and without."""
+    def said(text: str, *messages: tuple[str, str]) -> Segment:
+        given = tuple({"role": role, "content": content} for role, content in messages)
+        return Segment("environment", (1, 2), text, messages=given)
+
+    prompt = Prompt(4, Problem("p", "", ""), ())
+    turns = (
+        said("Be short.\n1+1?", ("system", "Be short."), ("user", "1+1?")),
+        Segment("policy", (5, 6), "three", (-0.5, -1.0), spans=((0, 3), (1, 4))),
+        said("No.Again.", ("tool", "No."), ("user", "Again.")),
+        Segment("policy", (7,), "two", (-1.5,)),
+        said("a text of its own", ("tool", "No.")),
+    )
+    (row,) = group_rows([Group(prompt, (Trajectory(turns, "stop", "d"),), (1.0,), (0.0,))], named)
+    assert row["prompt_roles"] == [["system", 0], ["user", 10]]
+    assert [turn.get("roles") for turn in row["turns"]] == [None, [["tool", 0], ["user", 3]], None, None]
+    assert [turn.get("versions") for turn in row["turns"]] == [[[0, 3], [1, 4]], None, None, None]
+
+
 @pytest.mark.parametrize(
     ("problem", "tokens"),
     [("", (1, 2)), ("", ()), ("1+1?", (1, 9)), ((), (1, 2))],

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from hash_model import HashModel, Letters, learners_logprobs, make_engine, real_model, straight
 
+from jetrl.branches import rows_of
 from jetrl.errors import UserError
 from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest, eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
+from jetrl.rollout.talk import Talk
 from jetrl.types import (
     Completion,
     Group,
@@ -24,6 +26,8 @@ from jetrl.types import (
     Segment,
     StepReport,
     Trajectory,
+    log_probs,
+    token_ids,
 )
 
 POLICY = SamplingParams(40, ignore_eos=True)
@@ -386,3 +390,53 @@ def test_what_a_config_asks() -> None:
     assert eval_asked(held_out) == RolloutRequest(SamplingParams(12, 0.0, stop=("x",), seed=9), 2, 0, 6, 32)
     with pytest.raises(AssertionError, match="more trajectories in a step than request ids"):
         roll_out(make_engine(), prompts(1), replace(eval_asked(config(None)), first_id=STEP_STRIDE - 1))
+
+
+def tree(key: int, turn: int) -> Reply:
+    """Replies to any turn before, and prompts anew."""
+    if turn == 0:
+        return game(key, 0)
+    after = (7 * key + 5 * turn * turn) % (turn + 1) - 1
+    tokens = (1 + key % 3, 30 + turn) if after < 0 else (20 + turn, 30)[: 1 + key % 2]
+    return Reply(key, tokens, f"turn {turn}", after=None if after == turn - 1 and key % 2 else after)
+
+
+@pytest.mark.parametrize("tokens", [120, 40])
+def test_branches_are_drawn_from_all_before_them_with_ids_of_their_own(tokens: int) -> None:
+    """Whatever the engine and the environment do next to it; and a tree keeps within the limit of length."""
+    asked = RolloutRequest(SamplingParams(tokens, stop_token_ids=(1, 2, 3), seed=5), 4, 100, 6, 4)
+    found = []
+    for sizes, delay in ways():
+        sizes = {key: value * 3 if key == "kv_cache_tokens" else value for key, value in sizes.items()}
+        engine, script = make_engine(**sizes), Script(tree, delay)
+        rollout = roll_out(engine, prompts(3), asked, script)
+        found.append([t for g in rollout.groups for t in g.trajectories])
+        assert not rollout.failed and not engine.has_work and engine.stats is not None, "all were forgotten"
+    assert all(one == found[0] for one in found[1:])
+    assert all(t.response_length <= tokens for t in found[0]) and any(t.end == "turns" for t in found[0])
+    streams: list[int] = []
+    for t in found[0]:
+        for row in rows_of(t.segments):
+            assert t.request_id is not None
+            streams.append(t.request_id if row.stream is None else row.stream)
+            known: tuple[int, ...] = ()
+            for place, segment in enumerate(row.segments):
+                if segment.author == "policy" and place >= row.own:
+                    limit = replace(asked.sampling, max_tokens=len(segment.tokens))
+                    drawn, logprobs = straight(HashModel(), Request(streams[-1], known, limit))
+                    assert segment.tokens.tolist() == list(drawn) and segment.logprobs.tolist() == list(logprobs)
+                known += tuple(segment.tokens.tolist())
+    assert len(streams) == len(set(streams)) > 2 * len(found[0])
+
+
+def test_a_conversation_in_one_line_has_no_branch() -> None:
+    asked = RolloutRequest(SamplingParams(100), 1, 0, 9)
+    for forks in (True, False):
+        one = Talk(3, prompts(1)[0], asked, forks=forks)
+        for turn in range(3):
+            assert one.heard(Reply(3, (turn + 1,), "", after=turn - 1 if turn else None)) is None
+            assert one.turn().id == 3 and not one.begins_branch
+            one.said(Completion(3, token_ids([turn]), log_probs([-1.0]), "", "stop", 0, "flow"))
+        assert one.in_order() == tuple(one.segments) and one.length == len(one.tokens) == 6 and one.num_turns == 3
+    with pytest.raises(UserError, match="rollout.overcommit = 0"):
+        one.heard(Reply(3, (1,), "", after=0))

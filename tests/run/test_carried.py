@@ -203,7 +203,6 @@ def test_losses_that_compare_policies(more: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"rollout.engine": "vllm"}, 'rollout.engine = "vllm" cannot suspend answers'),
-    ({"environment.name": "calculator"}, "conversations end in the step in which they began"),
     ({"rollout.top_p": 0.9}, "the learner does not know what older weights kept"),
     ({"rl.rollout_is": "none"}, 'set rl.rollout_is = "token"'),
     ({"rl.max_off_policy_steps": 0}, "= 0 leaves nothing to carry over"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCH, numbers, saved, tiny_run, weights_hash
+from tiny import ARCH, HYBRID, numbers, saved, tiny_run, weights_hash
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention import ops as attention
@@ -38,7 +38,8 @@ def test_busy_cores_are_named_when_a_run_starts(
     [{"precision": "bf16"}, {"precision": "fp8"}, {"quant.kv_cache": "fp8"}, {"precision": "w8a16"},
      {"precision": "w8a16", "quant.kv_cache": "fp8", "train.master_dtype": "bfloat16"},
      {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 3,
-      "rollout.kv_cache_tokens": 96}],
+      "rollout.kv_cache_tokens": 96},
+     HYBRID | {"quant.kv_cache": "fp8", "rollout.page_size": 3, "rollout.kv_cache_tokens": 96}],
     ids=str,
 )
 def test_parity_is_zero_in_every_step(tmp_path: Path, changes: dict[str, Any]) -> None:

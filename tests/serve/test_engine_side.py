@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import CHAT, byte_tokenizer
 from serving import small_model
 
 from jetrl import UserError
@@ -34,6 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     engine, about, formats = served_model(str(folder), "", "fp8", "cpu", "", None, 3, 4, None)
     assert about.name == "tiny" and about.seed == 3 and "fp8" in formats.lower()
     assert engine.settings.kv_cache_tokens == 4 * about.max_position
+    assert engine.settings.keep_bytes > 1 << 50  # type: ignore[operator]  # an idle server keeps its cache
     return engine
 
 
@@ -156,3 +157,22 @@ def test_answers_count_a_prompt_once() -> None:
     assert answer["choices"][1]["token_ids"] == [7, 8, 9] and answer["choices"][1]["index"] == 1
     assert answer["choices"][0]["weight_versions"] == [{"version": 4, "start": 0, "end": 3}]
     assert answer["choices"][0]["jetrl"] == {"stream": [8, choices[0].id], "flow_digest": "digest"}
+
+
+def test_ids_of_calls_are_the_apis_and_no_template_need_write_them(recwarn: pytest.WarningsRecorder) -> None:
+    service = Service(replace(ABOUT, tokenizer=byte_tokenizer(HERMES_CALLS), max_position=4000))
+    call = {"id": "call_7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_7", "content": "1"},
+    ]
+    (choice,) = service.choices(chat_ask({"messages": messages}, "m", 259))
+    text = service.about.tokenizer.decode(choice.prompt)
+    assert '{"name": "add", "arguments": {"a": 1}}' in text and "call_7" not in text
+    assert not [str(one.message) for one in recwarn]
+
+
+HERMES_CALLS = CHAT.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}",
+)

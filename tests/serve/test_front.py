@@ -117,6 +117,12 @@ def test_a_stream_says_what_the_whole_answer_says(server: Served, client: Any, n
     assert counts is not None and counts.completion_tokens == whole.usage.completion_tokens
 
 
+def test_answers_are_the_same_json_with_and_without_orjson() -> None:
+    values = [-0.1, 1e-45, float(np.float32(-3.4e38)), 0, 2**64 - 1, -(2**63), "ä\n\u2028\"", None, True, {"a": []}]
+    http = pytest.importorskip("jetrl.serve.http")
+    assert json.loads(http.compact_json(values)) == json.loads(http.slow_json(values)) == values
+
+
 def test_the_async_client(server: Served) -> None:
     import asyncio
 

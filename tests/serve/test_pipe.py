@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from multiprocessing import Pipe
 
 import numpy as np
@@ -35,6 +36,28 @@ def test_arrays_arrive_bit_for_bit_and_the_rest_is_plain_json() -> None:
     assert not values.flags.writeable
     pipe.send(ours, {"tokens": tokens[:0]})
     assert pipe.receive(theirs)["tokens"].tolist() == []
+
+
+def test_what_the_pipe_has_no_room_for_leaves_when_it_has() -> None:
+    """In order and whole, while the loop does other things; and nothing waits for a process that has ended."""
+    ours, theirs = Pipe()
+    sent = [{"add": i, "tokens": np.full(400_000, i, dtype=np.int32)} for i in range(3)] + [{"cancel": [1]}]
+
+    async def main() -> None:
+        outbox = pipe.Outbox(ours)
+        for message in sent:
+            outbox.send(message)  # 1.6 MB each: far more than a pipe holds
+        found = []
+        while len(found) < len(sent):
+            found.append(await asyncio.to_thread(pipe.receive, theirs))
+        assert [one.get("add") for one in found] == [0, 1, 2, None] and found[3] == {"cancel": [1]}
+        assert all((one["tokens"] == one["add"]).all() and len(one["tokens"]) == 400_000 for one in found[:3])
+        theirs.close()
+        for message in sent:
+            outbox.send(message)
+        outbox.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.parametrize("wrong", [["O", 0, 1], ["i", 0, 9], ["i", -4, 1], ["f", 2, 1]])

@@ -57,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 6, "model.arch.num_experts_per_tok": 2,
         "model.arch.moe_intermediate_size": 72, "train.router_aux_loss_coef": 0.05, "train.router_z_loss_coef": 0.01,
         "train.compare_routing": True},
+    # a convolution of 4 columns, and two projections of 6 rows in one table
+    "fp8, hybrid": {
+        "model.arch.model_type": "qwen3_5_text", "model.arch.layer_types": ["linear_attention", "full_attention"],
+        "model.arch.linear_num_key_heads": 3, "model.arch.linear_num_value_heads": 6,
+        "model.arch.linear_key_head_dim": 8, "model.arch.linear_value_head_dim": 16, "train.share_prompts": True},
     "bf16, bf16 masters": WIDE | {
         "precision": "bf16", "train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16"},
     "ppo, bf16 gradients, offload": {

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.qtensor import QTensor
 
 Places = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -51,6 +52,36 @@ def finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> 
     """The second half, in place of `y`."""
     _check(y, begun.left.shape[-1], b, places)
     return backend_of(y).adapter_finish(y, begun, b, scale, places)
+
+
+def expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
+    """The gradient of u [T, P r] from `dy` [T, N]: s times the sums over rows of B in FP32, rounded once."""
+    _check(dy, len(places) * b.shape[1], b, places)
+    return backend_of(dy).adapter_expand_backward(dy, b, scale, places)
+
+
+# ---- of experts: each row of the grouped matrices [R, ...] by the adapters of its expert -----------------------------
+
+
+def shrink_rows(x: Tensor, a: Tensor, groups: Groups) -> Tensor:
+    """u [R, P r] of `x` [R, K] and `a` [E P r, K], expert after expert."""
+    assert x.shape[1] == a.shape[1] and x.dtype == a.dtype and a.shape[0] % len(groups.counts) == 0
+    return backend_of(x).adapter_shrink_rows(x, a, groups)
+
+
+def expand_rows(
+    y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places, groups: Groups, out: Tensor
+) -> Tensor:
+    """`expand` of `y` [R, N], `u` [R, P r] and `b` [E * rows, r]; `places` are those of one expert."""
+    _check(y, u.shape[1], b[: len(b) // len(groups.counts)], places)
+    assert out.shape == y.shape and out.dtype == y.dtype and len(u) == len(y)
+    return backend_of(y).adapter_expand_rows(y, u, b, scale, places, groups, out)
+
+
+def expand_rows_backward(dy: Tensor, b: Tensor, scale: float, places: Places, groups: Groups) -> Tensor:
+    """The gradient of u [R, P r], as `expand_backward` has it."""
+    _check(dy, len(places) * b.shape[1], b[: len(b) // len(groups.counts)], places)
+    return backend_of(dy).adapter_expand_rows_backward(dy, b, scale, places, groups)
 
 
 def _check(y: Tensor, ranks: int, b: Tensor, places: Places) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adapters.ops import Begun, Places
+from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.experts.reference import rows_of
 from jetrl.kernels.reference import PreparedBF16
 
 
@@ -32,3 +34,36 @@ def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
 
 def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
     return adapter_expand(y, begun.left, b, scale, places, y)
+
+
+def adapter_expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
+    parts = []
+    for (start, stop), (first, last) in places:
+        turned = PreparedBF16(b[first:last].T.contiguous())
+        parts.append(ref.bf16_gemm(dy[:, start:stop].contiguous(), turned).to(torch.float32) * scale)
+    return torch.cat(parts, 1).to(dy.dtype)
+
+
+def adapter_shrink_rows(x: Tensor, a: Tensor, groups: Groups) -> Tensor:
+    matrices = a.chunk(len(groups.counts))
+    out = x.new_empty(len(x), len(matrices[0]))
+    for expert, at in rows_of(groups):
+        out[at] = adapter_shrink(x[at], matrices[expert])
+    return out
+
+
+def adapter_expand_rows(
+    y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places, groups: Groups, out: Tensor
+) -> Tensor:
+    matrices = b.chunk(len(groups.counts))
+    for expert, at in rows_of(groups):
+        adapter_expand(y[at], u[at], matrices[expert], scale, places, out[at])
+    return out
+
+
+def adapter_expand_rows_backward(dy: Tensor, b: Tensor, scale: float, places: Places, groups: Groups) -> Tensor:
+    matrices = b.chunk(len(groups.counts))
+    du = dy.new_empty(len(dy), len(places) * b.shape[1])
+    for expert, at in rows_of(groups):
+        du[at] = adapter_expand_backward(dy[at], matrices[expert], scale, places)
+    return du

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.adapters.ops import Begun, Places
+from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.triton import _FLOOR_BITS, new_codes, new_scale, quantize_act, quantize_group
@@ -35,20 +36,34 @@ MOST_PLACES = 3  # projections of a linear: q, k and v
 _STEP = BLOCK  # elements of K that are loaded at a time: a group of the quantizer
 
 
+@triton.jit
+def _expert_of(starts, row, EXPERTS: tl.constexpr, EB: tl.constexpr):
+    """The expert whose group begins last at or before `row`; EXPERTS behind the last group."""
+    expert = tl.arange(0, EB)
+    ends = tl.load(starts + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
+    return tl.sum((ends <= row).to(tl.int32), axis=0)
+
+
 @triton.jit(do_not_specialize=["m", "scale_stride"])
 def _shrink_kernel(
-    x, a, out, codes, scale, m, n, k_size, written, x_stride, codes_stride, scale_stride, T: tl.constexpr,
+    x, a, out, codes, scale, starts, m, n, k_size, written, x_stride, codes_stride, scale_stride, T: tl.constexpr,
     R: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr, QUANT: tl.constexpr,
-    FLOOR: tl.constexpr, POW2: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, EXPERTS: tl.constexpr, EB: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """T tokens by R rows of `a`: if SPLIT one chain of STEPS, to FP32 sums [chains, m, n]; else all, to BF16 [m, n].
+    """T tokens by R rows of `a`: if SPLIT one chain of STEPS, to FP32 sums [chains, m, n]; else all, to `out` [m, n].
 
-    QUANT: the programs of a chain share its groups of x, and write their codes.
+    QUANT: the programs of a chain share its groups of x, and write their codes. EXPERTS: tokens are rows that are
+    grouped from `starts` [EXPERTS + 1] on, in multiples of T, and `a` has n rows for each expert.
     """
     begin(PDL)
     row, token = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * T + tl.arange(0, T)
     k = tl.arange(0, STEP)
     alive, real = (token < m)[:, None], (row < n)[None, :]
+    if EXPERTS:
+        expert = _expert_of(starts, tl.program_id(1) * T, EXPERTS, EB)
+        alive = alive & (expert < EXPERTS)
+        a += tl.minimum(expert, EXPERTS - 1).to(tl.int64) * n * k_size
     at_x = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
     at_a = a + row.to(tl.int64)[None, :] * k_size + k[:, None]
     to = out + token.to(tl.int64)[:, None] * n + row[None, :]
@@ -79,15 +94,17 @@ def _shrink_kernel(
             ends = step % STEPS == STEPS - 1
             total = tl.where(ends, total + acc, total)
             acc = tl.where(ends, 0.0, acc)
-        tl.store(to, total.to(tl.bfloat16), mask=alive & real)
+        tl.store(to, total.to(out.dtype.element_ty), mask=alive & real)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _expand_kernel(
-    y, u, b, out, scale, m, y_stride, out_stride, u_stride, start_0, start_1, start_2, size_0, size_1, size_2,
-    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
+    y, u, b, out, starts, scale, m, y_stride, out_stride, u_stride, start_0, start_1, start_2, size_0, size_1, size_2,
+    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, CHAINS: tl.constexpr, EXPERTS: tl.constexpr,
+    EB: tl.constexpr, PDL: tl.constexpr,
 ):
     """T tokens by N columns of a projection. With CHAINS `u` has the FP32 sums of so many chains [CHAINS, m, u_stride].
+    EXPERTS as in `_shrink_kernel`; `b` has all projections' rows for each.
     """
     begin(PDL)
     tiles_0, tiles_1 = tl.cdiv(size_0, N), tl.cdiv(size_1, N)
@@ -100,6 +117,10 @@ def _expand_kernel(
     token = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)
     col, rank = tile * N + tl.arange(0, N), tl.arange(0, R)
     alive, real = (token < m)[:, None], (col < size)[None, :]
+    if EXPERTS:
+        expert = _expert_of(starts, tl.program_id(1) * T, EXPERTS, EB)
+        alive = alive & (expert < EXPERTS)
+        b += tl.minimum(expert, EXPERTS - 1).to(tl.int64) * (size_0 + size_1 + size_2) * RANK
     acc = tl.zeros((T, N), tl.float32)
     for r in tl.static_range(0, RANK, R):
         inside = r + rank < RANK
@@ -119,30 +140,37 @@ def _expand_kernel(
     tl.store(out + token[:, None] * out_stride + (start + col)[None, :], (v + acc * scale).to(tl.bfloat16), mask=both)
 
 
-def _shrink(x: Tensor, a: Tensor, split: bool, codes: QTensor | None = None, pow2: bool = False) -> Tensor:
-    """u, BF16 [T, P r], or if `split` the sums of its chains, FP32 [chains, T, P r]; then `codes` is filled, too."""
-    (m, k), n = x.shape, a.shape[0]
+def _shrink(
+    x: Tensor, a: Tensor, split: bool, codes: QTensor | None = None, pow2: bool = False,
+    groups: Groups | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """u, `dtype` [T, P r], or if `split` the sums of its chains, FP32 [chains, T, P r]; then `codes` is filled, too."""
+    experts = 0 if groups is None else len(groups.counts)
+    (m, k), n = x.shape, a.shape[0] // max(1, experts)
     assert x.dtype == a.dtype == torch.bfloat16 and a.is_contiguous() and x.stride(1) == 1
     assert split or codes is None
+    assert not (split and experts)
     chains = triton.cdiv(k, CHAIN)
     shape = (chains, m, n) if split else (m, n)
-    out = torch.empty(shape, dtype=torch.float32 if split else torch.bfloat16, device=x.device)
+    out = torch.empty(shape, dtype=torch.float32 if split else dtype, device=x.device)
     if not m:
         return out
-    t = 16 if split else 64
+    t = 16 if split or experts else 64
     r = 16 if split else min(64, max(16, triton.next_power_of_2(n)))
     q, scale = (codes.codes, codes.scale) if codes is not None else (x, x)
     _shrink_kernel[(triton.cdiv(n, r), triton.cdiv(m, t), chains if split else 1)](
-        x, a, out, q.view(torch.uint8) if codes is not None else q, scale, m, n, k, q.stride(0), x.stride(0),
-        q.stride(0), scale.stride(1), T=t, R=r, STEP=_STEP, STEPS=CHAIN // _STEP, SPLIT=split,
-        QUANT=codes is not None, FLOOR=_FLOOR_BITS, POW2=pow2, STAGES=3, num_warps=2, enable_fp_fusion=False,
-        **LAUNCH,
+        x, a, out, q.view(torch.uint8) if codes is not None else q, scale,
+        x if groups is None else groups.starts, m, n, k, q.stride(0), x.stride(0), q.stride(0), scale.stride(1), T=t,
+        R=r, STEP=_STEP, STEPS=CHAIN // _STEP, SPLIT=split, QUANT=codes is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
+        EXPERTS=experts, EB=triton.next_power_of_2(max(1, experts)), STAGES=3, num_warps=2,
+        enable_fp_fusion=False, **LAUNCH,
     )
     return out
 
 
 def _expand(
-    y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places, out: Tensor, chains: int
+    y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places, out: Tensor, chains: int,
+    groups: Groups | None = None,
 ) -> Tensor:
     m, rank = y.shape[0], b.shape[1]
     assert y.dtype == out.dtype == b.dtype == torch.bfloat16 and y.stride(1) == out.stride(1) == 1
@@ -152,11 +180,13 @@ def _expand(
     rest = MOST_PLACES - len(places)
     starts = [start for (start, _), _ in places] + [0] * rest
     sizes = [stop - start for (start, stop), _ in places] + [0] * rest
-    t, n = (16 if m <= 16 else 32), (128 if m <= 64 else 256)
+    t, n = (16 if m <= 16 or groups is not None else 32), (128 if m <= 64 or groups is not None else 256)
     tiles = sum(triton.cdiv(size, n) for size in sizes)
+    experts = 0 if groups is None else len(groups.counts)
     _expand_kernel[(tiles, triton.cdiv(m, t))](
-        y, u, b, out, scale, m, y.stride(0), out.stride(0), u.shape[-1], *starts, *sizes, T=t, N=n,
-        R=min(128, max(16, triton.next_power_of_2(rank))), RANK=rank, CHAINS=chains, num_warps=2 if t == 16 else 4,
+        y, u, b, out, y if groups is None else groups.starts, scale, m, y.stride(0), out.stride(0), u.shape[-1],
+        *starts, *sizes, T=t, N=n, R=min(128, max(16, triton.next_power_of_2(rank))), RANK=rank, CHAINS=chains,
+        EXPERTS=experts, EB=triton.next_power_of_2(max(1, experts)), num_warps=2 if t == 16 else 4,
         enable_fp_fusion=False, **LAUNCH,
     )
     return out
@@ -187,3 +217,32 @@ def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
 def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
     """`reference.adapter_finish`."""
     return _expand(y, begun.left, b, scale, places, y, len(begun.left) if begun.left.ndim == 3 else 0)
+
+
+def adapter_expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:
+    """`reference.adapter_expand_backward` by cuBLAS, which reads columns of `dy` where they are: reproducible, and
+    gradients are not part of parity."""
+    parts = [torch.mm(dy[:, start:stop], b[first:last], out_dtype=torch.float32)
+             for (start, stop), (first, last) in places]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(scale).to(dy.dtype)
+
+
+def adapter_shrink_rows(x: Tensor, a: Tensor, groups: Groups) -> Tensor:
+    """`reference.adapter_shrink_rows`; groups begin at multiples of 16, and rows behind the last stay as they are."""
+    return _shrink(x, a, False, groups=groups)
+
+
+def adapter_expand_rows(
+    y: Tensor, u: Tensor, b: Tensor, scale: float, places: Places, groups: Groups, out: Tensor
+) -> Tensor:
+    """`reference.adapter_expand_rows`."""
+    return _expand(y, u, b, scale, places, out, 0, groups)
+
+
+def adapter_expand_rows_backward(dy: Tensor, b: Tensor, scale: float, places: Places, groups: Groups) -> Tensor:
+    """`reference.adapter_expand_rows_backward`, by the kernel of `adapter_shrink_rows` and turned matrices."""
+    matrices, parts = b.unflatten(0, (len(groups.counts), -1)), []
+    for (start, stop), (first, last) in places:
+        turned = matrices[:, first:last].transpose(1, 2).reshape(-1, last - first)
+        parts.append(_shrink(dy[:, start:stop], turned.contiguous(), False, groups=groups, dtype=torch.float32))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(scale).to(dy.dtype)

@@ -1,7 +1,6 @@
 """Latent attention with gradients: absorbed forward, expanded backward. Definition: `latent_reference.py`.
 
-Legend: `T` tokens, `N` heads, `P`, `R`, `V` the parts of a head's query that meet the latent and the shared key, and its
-value, `L` the latent.
+Legend: `T` tokens, `N` heads; a query has `P` values for the latent [L] and `R` for the shared key, a value `V`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The definition of latent attention on a CPU: rows of latents, absorbed in forward passes, expanded in the backward one.
+"""The definition of latent attention on a CPU: absorbed in forward passes, expanded in the backward one.
 
     absorb   q~ = rounded(q_nope W_UK) | q_rope     head by head, sums by `reference.bf16_gemm`
-    attend   a = rounded(softmax(scale q~ rowᵀ) c)  `reference`'s attention of one key head [L + R], whose values are the
-                                                    first L of the same row
+    attend   a = rounded(softmax(scale q~ rowᵀ) c)  `reference`'s attention of one key head [L + R], whose values are
+                                                    the first L of the same row
     lift     y = rounded(a W_UVᵀ)                   head by head
 
 So a row's result depends on its query and on the rows before it alone. W_UK [P, L] and W_UV [V, L] of head n are the
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels.attention.reference import attend_backward, attend_packed, attend_pages
 from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.attention.reference import attend_backward, attend_packed, attend_pages
 from jetrl.kernels.gemm.reference import bf16_dgrad
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 

@@ -70,7 +70,11 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 class Heads(NamedTuple):
-    """How q, k and v come of the fused projection: see `pointwise.ops.norm_rope`."""
+    """How q, k and v come of the fused projection: see `pointwise.ops.norm_rope`.
+
+    `columns` [(N + 2G) * H], `order` [H]: where the columns that this reads are in a wider projection, and in which
+    order those of a query or key head are, as are the weights of `norms`. None: they are the projection's own.
+    """
 
     heads: tuple[int, int]
     head_dim: int
@@ -79,6 +83,8 @@ class Heads(NamedTuple):
     tables: tuple[Tensor, Tensor]
     positions: Tensor
     fp8_kv: bool
+    columns: Tensor | None = None
+    order: Tensor | None = None
 
 
 class _HeadsAttention(torch.autograd.Function):
@@ -100,16 +106,23 @@ class _HeadsAttention(torch.autograd.Function):
         ops, heads = backend_of(qkv), ctx.heads
         grads = ops.attend_backward(grad.contiguous(), *_made(qkv, heads), ctx.plan, ctx.scale, out, lse)
         d_qkv, d_norms = ops.qkv_norm_rope_backward(
-            grads, qkv, heads.norms, heads.eps, heads.tables, heads.positions
+            grads, _chosen(qkv, heads), heads.norms, heads.eps, heads.tables, heads.positions
         )
+        if heads.columns is not None and heads.order is not None:  # each column is read once: nothing is added
+            d_qkv = torch.zeros_like(qkv).index_copy_(1, heads.columns, d_qkv)
+            d_norms = d_norms and tuple(torch.empty_like(d).index_copy_(0, heads.order, d) for d in d_norms)
         d_q, d_k = (d.to(t) for d, t in zip(d_norms, ctx.dtypes, strict=True)) if d_norms is not None else (None, None)
         return d_qkv, d_q, d_k, None, None, None
 
 
 def _made(qkv: Tensor, of: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return backend_of(qkv).qkv_norm_rope(
-        qkv, of.heads, of.head_dim, of.norms, of.eps, of.tables, of.positions, None, of.fp8_kv
+        _chosen(qkv, of), of.heads, of.head_dim, of.norms, of.eps, of.tables, of.positions, None, of.fp8_kv
     )
+
+
+def _chosen(qkv: Tensor, of: Heads) -> Tensor:
+    return qkv if of.columns is None else qkv.index_select(1, of.columns)
 
 
 def attend_heads(

@@ -140,7 +140,7 @@ def gradients(
     sizes: dict[str, Any] = {"N": heads, "G": groups, "H": size, "HB": padded, "Q": many, "K": few}
     log2_scale = scale * math.log2(math.e)
     _keys_kernel[(sequences * groups, triton.cdiv(most_keys, few))](
-        q, k, v, grad, lse, delta, starts, key_starts, dk, dv, scale, log2_scale, tokens, **sizes, STAGES=1, num_warps=8
+        q, k, v, grad, lse, delta, starts, key_starts, dk, dv, scale, log2_scale, tokens, **sizes, STAGES=2, num_warps=8
     )
     _queries_kernel[(sequences * heads, triton.cdiv(longest, many))](
         q, k, v, grad, lse, delta, starts, key_starts, dq, scale, log2_scale, tokens, **sizes, STAGES=2, num_warps=4

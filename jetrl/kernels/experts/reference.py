@@ -121,7 +121,7 @@ def group(chosen: Tensor, num_experts: int) -> Groups:
     return Groups(rows.view(chosen.shape), order // chosen.shape[1], starts, counts)
 
 
-def _bounds(groups: Groups) -> list[tuple[int, slice]]:
+def rows_of(groups: Groups) -> list[tuple[int, slice]]:
     """The experts that have rows, with these."""
     starts, counts = groups.starts.tolist(), groups.counts.tolist()
     return [(e, slice(starts[e], starts[e] + n)) for e, n in enumerate(counts) if n]
@@ -211,7 +211,7 @@ def prepare_experts_bf16(w: Tensor, count: int, held: Any = None) -> list[Prepar
 def grouped_fp8_gemm(a: QTensor, b: list[PreparedFP8], groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """`reference.fp8_gemm` of each expert's rows of `a` [R, K] with its matrix [N, K] -> [R, N], rounded once."""
     out = torch.empty(a.codes.shape[0], b[0].values.shape[0], dtype=out_dtype)
-    for expert, at in _bounds(groups):
+    for expert, at in rows_of(groups):
         part = QTensor(a.codes[at], a.scale[at], "1x128", (at.stop - at.start,), a.col_sections)
         out[at] = ref.fp8_gemm(part, b[expert]).to(out_dtype)
     return out
@@ -220,7 +220,7 @@ def grouped_fp8_gemm(a: QTensor, b: list[PreparedFP8], groups: Groups, out_dtype
 def grouped_bf16_gemm(x: Tensor, w: list[PreparedBF16], groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """`reference.bf16_gemm` of each expert's rows of `x` [R, K] with its matrix [N, K] -> [R, N], rounded once."""
     out = torch.empty(x.shape[0], w[0].values.shape[0], dtype=out_dtype)
-    for expert, at in _bounds(groups):
+    for expert, at in rows_of(groups):
         out[at] = ref.bf16_gemm(x[at], w[expert]).to(out_dtype)
     return out
 
@@ -229,7 +229,7 @@ def grouped_bf16_dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """`dy @ W_e` of each expert's rows, `w` [E * N, K] BF16, in FP32, rounded; reproducible, as `bf16_dgrad` is."""
     dx = torch.empty(dy.shape[0], w.shape[1], dtype=dy.dtype)
     matrices = w.chunk(len(groups.counts))
-    for expert, at in _bounds(groups):
+    for expert, at in rows_of(groups):
         dx[at] = (dy[at].to(torch.float32) @ matrices[expert].to(torch.float32)).to(dy.dtype)
     return dx
 
@@ -276,7 +276,7 @@ def grouped_wgrad_into(
     """
     block = 0
     matrices = grad.chunk(len(groups.counts))
-    for expert, at in _bounds(groups):
+    for expert, at in rows_of(groups):
         size = at.stop - at.start
         blocks = slice(block, block + -(-size // 128))
         block = blocks.stop
@@ -287,7 +287,7 @@ def grouped_wgrad_into(
 def grouped_bf16_wgrad_into(dy: Tensor, x: Tensor, groups: Groups, grad: Tensor) -> None:
     """`grad_e = rounded(grad_e + dy_e.T @ x_e)` over each expert's rows, in FP32, for `grad` [E * N, K] in place."""
     matrices = grad.chunk(len(groups.counts))
-    for expert, at in _bounds(groups):
+    for expert, at in rows_of(groups):
         matrices[expert].add_(dy[at].to(torch.float32).T @ x[at].to(torch.float32))
 
 

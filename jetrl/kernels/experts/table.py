@@ -6,7 +6,8 @@ from functools import partial
 
 from jetrl.kernels.registry import Op
 
-_op = partial(Op, hopper_scaled_mm=None, triton=None)  # they have no grouped GEMMs, so none of these
+_op = partial(Op, hopper_scaled_mm=None)  # it has no grouped GEMMs, so none of these
+_gemm = partial(_op, reference="experts.reference", hopper="experts.deepgemm", triton="experts.portable")
 
 OPS = (
     _op("router_backward", reference="experts.reference", hopper="experts.route"),
@@ -27,13 +28,13 @@ OPS = (
     _op("swiglu_rows", reference="experts.reference", hopper="experts.rows"),
     _op("swiglu_rows_backward", reference="experts.reference", hopper="experts.rows"),
     _op("swiglu_rows_backward_quantize", reference="experts.reference", hopper="experts.quantize"),
-    _op("prepare_experts_fp8", reference="experts.reference", hopper="experts.deepgemm"),
-    _op("prepare_experts_fp8_t", reference="experts.reference", hopper="experts.deepgemm"),
-    _op("prepare_experts_bf16", reference="experts.reference", hopper="experts.deepgemm"),
-    _op("grouped_fp8_gemm", reference="experts.reference", hopper="experts.deepgemm"),
-    _op("grouped_bf16_gemm", reference="experts.reference", hopper="experts.deepgemm"),
-    _op("grouped_bf16_dgrad", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("prepare_experts_fp8", reference="experts.reference", hopper="experts.operands"),
+    _op("prepare_experts_fp8_t", reference="experts.reference", hopper="experts.operands"),
+    _op("prepare_experts_bf16", reference="experts.reference", hopper="experts.operands"),
+    _gemm("grouped_fp8_gemm"),
+    _gemm("grouped_bf16_gemm"),
+    _gemm("grouped_bf16_dgrad"),
     _op("quantize_rows_t", reference="experts.reference", hopper="experts.quantize"),
-    _op("grouped_wgrad_into", reference="experts.reference", hopper="experts.deepgemm"),
-    _op("grouped_bf16_wgrad_into", reference="experts.reference", hopper="experts.deepgemm"),
+    _gemm("grouped_wgrad_into"),
+    _gemm("grouped_bf16_wgrad_into"),
 )

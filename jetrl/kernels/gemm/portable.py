@@ -35,29 +35,42 @@ def tile_of(number, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
     return first + number % (_BAND * across) % height, number % (_BAND * across) // height
 
 
+@triton.jit
+def chain(
+    at_x, at_w, real, k, w_step, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """FP32 [ROWS, COLS] of `at_x` [ROWS, STEP] and `at_w` [STEP, COLS] and what follows along K, from zero; rows not
+    `real` as zeros. `w_step` is between neighbours of K in the weight. EVEN: K is a multiple of STEP."""
+    step = tl.arange(0, STEP)
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for i in tl.range(0, tl.cdiv(k, STEP), num_stages=STAGES):
+        if EVEN:
+            a = tl.load(at_x + i * STEP, mask=real[:, None], other=0.0)
+            b = tl.load(at_w + i * STEP * w_step)
+        else:
+            inside = i * STEP + step < k
+            a = tl.load(at_x + i * STEP, mask=real[:, None] & inside[None, :], other=0.0)
+            b = tl.load(at_w + i * STEP * w_step, mask=inside[:, None], other=0.0)
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["m"])
 def _gemm_kernel(
     x, w, out, m, n, k, x_stride, w_stride, out_stride, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A tile of `x @ w.T`. EVEN: K is a multiple of STEP."""
+    """A tile of `x @ w.T`."""
     begin(PDL)
     down, across = tile_of(tl.program_id(0), m, n, ROWS, COLS)
     row, col, step = down * ROWS + tl.arange(0, ROWS), across * COLS + tl.arange(0, COLS), tl.arange(0, STEP)
     at_x = x + row.to(tl.int64)[:, None] * x_stride + step[None, :]
     at_w = w + tl.minimum(col, n - 1).to(tl.int64)[None, :] * w_stride + step[:, None]
-    real = (row < m)[:, None]
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    for i in tl.range(0, tl.cdiv(k, STEP), num_stages=STAGES):
-        if EVEN:
-            a, b = tl.load(at_x + i * STEP, mask=real, other=0.0), tl.load(at_w + i * STEP)
-        else:
-            inside = i * STEP + step < k
-            a = tl.load(at_x + i * STEP, mask=real & inside[None, :], other=0.0)
-            b = tl.load(at_w + i * STEP, mask=inside[:, None], other=0.0)
-        acc = tl.dot(a, b, acc)
+    real = row < m
+    acc = chain(at_x, at_w, real, k, 1, ROWS, COLS, STEP, STAGES, EVEN)
     to = out + row.to(tl.int64)[:, None] * out_stride + col[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real & (col < n)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (col < n)[None, :])
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, tile: tiles.Gemm | None = None) -> None:
@@ -67,7 +80,7 @@ def multiply(x: Tensor, w: Tensor, out: Tensor, tile: tiles.Gemm | None = None) 
     assert w.shape[1] == k and out.shape == (m, n) and k > 0
     if not m or not n:
         return
-    t = tile or tiles.gemm(launch.CAPABILITY, m)
+    t = tile or tiles.gemm(launch.CAPABILITY, m, n)
     _gemm_kernel[(triton.cdiv(m, t.rows) * triton.cdiv(n, t.cols),)](
         x, w, out, m, n, k, x.stride(0), w.stride(0), out.stride(0), ROWS=t.rows, COLS=t.cols, STEP=t.step,
         STAGES=t.stages, EVEN=k % t.step == 0, num_warps=t.warps, enable_fp_fusion=False, **launch.LAUNCH,

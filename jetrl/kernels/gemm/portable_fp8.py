@@ -87,7 +87,8 @@ def multiply(
     assert m == 1 or a_scale.stride(0) == 1
     if not m or not n:
         return
-    t = tile or tiles.gemm_fp8(launch.CAPABILITY, m if blocks else min(m, 128))  # more scales: more registers
+    rows, cols = (m, n) if blocks else (min(m, 128), 0)  # more scales need more registers: a small tile
+    t = tile or tiles.gemm_fp8(launch.CAPABILITY, rows, cols)
     assert BLOCK % t.cols == 0, "a tile has one scale of a block"
     _fp8_kernel[(triton.cdiv(m, t.rows) * triton.cdiv(n, t.cols),)](
         a, b, a_scale, b_scale, out, m, n, k // BLOCK, a.stride(0), b.stride(0), a_scale.stride(1), b_scale.stride(0),

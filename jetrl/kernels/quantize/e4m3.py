@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetrl.kernels.launch import E4M3, ON_GPU
+from jetrl.kernels.launch import E4M3, OLD_MMA
 
 _NAN = tl.constexpr(0x7F)
 
@@ -56,9 +56,9 @@ def held(x):
     """BF16 `x` as it is. Behind an instruction that is "not pure", Triton does not look for the load that it came from.
 
     From a load of 8 bits it makes an operand that holds four neighbours of the sum per thread, which the tensor core
-    would multiply in another order than an operand that was loaded in BF16.
+    would multiply in another order than an operand that was loaded in BF16. Other instructions read shared memory.
     """
-    if ON_GPU:
+    if OLD_MMA:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, False, 2)
     else:
         return x

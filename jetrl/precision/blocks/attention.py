@@ -56,11 +56,17 @@ class Attention(Block):
         v = self._key_value(flow, "v", v)
         heads = (s.num_heads, s.num_kv_heads)
         a = flow.op("attention", "attention", {"q": q, "k": k, "v": v}, heads=heads, head_dim=s.head_dim)
-        return flow.linear("o", a)
+        return flow.linear("o", self._output(flow, a))
+
+    def _output(self, flow: BlockForward, a: str) -> str:
+        """What o reads of the attended heads."""
+        return a
 
     def _rope(self, flow: BlockForward, name: str, x: str) -> str:
         rope = {key: value for key, value in asdict(flow.spec.rope).items() if key != "yarn"}
         constants = rope if rope["factor"] is not None else {"theta": rope["theta"]}
+        if flow.spec.rotary_dim is not None:
+            constants |= {"rotary_dim": flow.spec.rotary_dim}
         return flow.op(name, "rope", {"x": x}, **constants)
 
     def _key_value(self, flow: BlockForward, name: str, x: str) -> str:
@@ -76,7 +82,7 @@ class Attention(Block):
     def backward(self, flow: BlockBackward, dy: str) -> str:
         """Gradients pass unchanged (straight through) a quantizer of K and V."""
         s, cache = flow.spec, flow.recipe.kv_cache
-        dy = flow.linear("o", dy, "attention")
+        dy, gate = self._output_backward(flow, dy)
         projection = "qkv_bias" if s.qkv_bias else "qkv"
         key, value = ("k.quantize", "v.quantize") if cache.is_quantized else ("rope_k", projection)
         inputs = {"dy": dy, "q": flow.saved("rope_q"), "k": flow.saved(key, cache), "v": flow.saved(value, cache)}
@@ -86,7 +92,11 @@ class Attention(Block):
         if s.qk_norm:
             x = flow.saved(projection)
             q, k = flow.norm("q_norm", q, x), flow.norm("k_norm", k, x)
-        return flow.linear("qkv", flow.op("qkv.dy", "concat", {"q": q, "k": k, "v": v}), "attn_norm")
+        return flow.linear("qkv", flow.op("qkv.dy", "concat", {"q": q, "k": k, "v": v} | gate), "attn_norm")
+
+    def _output_backward(self, flow: BlockBackward, dy: str) -> tuple[str, dict[str, str]]:
+        """The gradient of the attended heads, and what else reaches the projection."""
+        return flow.linear("o", dy, "attention"), {}
 
     def saved_bytes(self, of: TrainingPass) -> float:
         """What qkv reads and gives, the heads after the rotary embedding unless they are made again, the output, which

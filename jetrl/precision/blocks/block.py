@@ -27,7 +27,8 @@ class Linear:
 
     `writes_residual`: its output is the branch's output, so its initial weights are scaled by the depth. `experts`:
     W holds that many matrices, one below the other, and `sections` those of all of them; 0 is a plain linear.
-    `projections`: what Hugging Face calls those of the sections, where each may have an adapter (`precision.lora`).
+    `projections`: what Hugging Face calls those of the sections, of one expert, where each may have an adapter
+    (`precision.lora`).
     """
 
     sections: tuple[int, ...]
@@ -71,15 +72,22 @@ class TrainingPass:
     def adapters(self, role: Role) -> int:
         """How many projections of a linear have an adapter."""
         lora, block = self.recipe.lora, self.block
-        return 0 if lora is None or block is None else len(lora.adapted(block.linears(self.spec)[role].projections))
+        if lora is None or block is None:
+            return 0
+        linear = block.linears(self.spec)[role]
+        own = lora.of(linear.experts)
+        return 0 if own is None else len(own.adapted(linear.projections))
 
     def kept_input(self, role: Role, size: int, elsewhere: bool = False) -> float:
         """Bytes a token that a linear keeps of its input of `size` values: FP8 along tokens with a scale for 128 of
         them, or BF16. With adapters, the BF16 input, unless it is kept `elsewhere`, and A x; of a frozen linear without
         one nothing."""
         if self.recipe.lora is not None:
-            number = self.adapters(role)
-            return (0 if elsewhere or not number else 2 * size) + 2 * self.recipe.lora.rank * number
+            number, block = self.adapters(role), self.block
+            if not number or block is None:
+                return 0
+            own = self.recipe.lora.of(block.linears(self.spec)[role].experts)
+            return (0 if elsewhere or own is None else 2 * size) + 2 * (0 if own is None else own.rank) * number
         if elsewhere:
             return 0
         return 2 * size if self.linear(role) is None else size + size / 32
@@ -141,5 +149,8 @@ class Block(ABC):
         lora = recipe.lora
         if lora is None:
             return 0
-        adapted = [one for one in self.linears(spec).values() if lora.adapted(one.projections)]
+        adapted = [
+            one for one in self.linears(spec).values()
+            if not one.experts and lora.adapted(one.projections)
+        ]
         return max((4 * max(one.sections) + 4 * sum(one.sections) for one in adapted), default=0)

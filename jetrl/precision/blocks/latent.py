@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Block, Linear, TrainingPass
 from jetrl.precision.blocks.states import PerToken, State
-from jetrl.precision.formats import Format
+from jetrl.precision.formats import BF16, Format
 from jetrl.precision.recipe import Role
 from jetrl.spec import LatentSpec, ModelSpec
 
@@ -74,12 +74,14 @@ class LatentAttention(Block):
         if flow.side == "rollout":
             row = flow.op("row_cache_write", "cache_write", {"x": row})
             row = flow.op("row_cache_read", "cache_read", {"x": row})
-        sizes = {"heads": s.num_heads, "nope": m.nope, "rope": m.rope, "rank": m.rank, "value": m.value}
+        sizes: dict[str, int] = {
+            "heads": s.num_heads, "nope": m.nope, "rope": m.rope, "rank": m.rank, "value": m.value
+        }
         weight = flow.matrix("kv_b")
         inputs = {"q": q, "rope": self._rope(flow, "rope_q", q), "weight": weight}
-        q = flow.op("absorb", "absorb", inputs, **sizes)
-        a = flow.op("attention", "latent_attention", {"q": q, "row": row}, scale=m.scale(s.rope), **sizes)
-        return flow.linear("o", flow.op("lift", "lift", {"x": a, "weight": weight}, **sizes))
+        q = flow.op("absorb", "absorb", inputs, BF16, **sizes)
+        a = flow.op("attention", "latent_attention", {"q": q, "row": row}, BF16, scale=m.scale(s.rope), **sizes)
+        return flow.linear("o", flow.op("lift", "lift", {"x": a, "weight": weight}, BF16, **sizes))
 
     def _rope(self, flow: BlockForward, name: str, x: str) -> str:
         """Of pairs side by side, which come out apart: the even values, then the odd ones."""

@@ -12,6 +12,8 @@ from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Block, Linear
 from jetrl.precision.blocks.deepseek_moe import DeepSeekMoE, SigmoidMoE, deepseek_of
+from jetrl.precision.blocks.gated_attention import GatedAttention
+from jetrl.precision.blocks.gated_delta import GatedDelta
 from jetrl.precision.blocks.latent import LatentAttention
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
@@ -23,6 +25,7 @@ from jetrl.spec import ModelSpec
 Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
 
 ATTENTION, DENSE_MLP, EXPERTS = Attention(), MLP(), MoE()
+GATED_ATTENTION, GATED_DELTA = GatedAttention(), GatedDelta()
 LATENT, SOFTMAX_EXPERTS, SIGMOID_EXPERTS = LatentAttention(), DeepSeekMoE(), SigmoidMoE()
 
 
@@ -36,6 +39,12 @@ def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     return (ATTENTION, EXPERTS if spec.experts is not None and spec.experts.in_layer(layer) else DENSE_MLP)
 
 
+def hybrid(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Gated DeltaNet or gated attention, as the spec says for this layer, and an MLP."""
+    assert spec.delta is not None, f"a hybrid family, and no DeltaSpec in the spec of {spec.family}"
+    return (GATED_DELTA if layer in spec.delta.layers else GATED_ATTENTION, DENSE_MLP)
+
+
 def deepseek(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     """Latent attention, and experts or an MLP as the spec says for this layer."""
     if spec.experts is None or not spec.experts.in_layer(layer):
@@ -45,7 +54,7 @@ def deepseek(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
 
 LAYOUTS: dict[str, Layout] = {
     "llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture, "deepseek_v2": deepseek,
-    "deepseek_v3": deepseek, "glm4_moe_lite": deepseek,
+    "deepseek_v3": deepseek, "glm4_moe_lite": deepseek, "qwen3_5_text": hybrid,
 }
 
 

@@ -46,9 +46,10 @@ class MoE(Block):
         e = _experts(spec)
         sections = (e.intermediate_size, e.intermediate_size) * e.count
         return {
-            "gate_up": Linear(sections, spec.hidden_size, experts=e.count),
+            "gate_up": Linear(sections, spec.hidden_size, experts=e.count, projections=("gate_proj", "up_proj")),
             "down": Linear(
-                (spec.hidden_size,) * e.count, e.intermediate_size, writes_residual=True, experts=e.count
+                (spec.hidden_size,) * e.count, e.intermediate_size, writes_residual=True, experts=e.count,
+                projections=("down_proj",),
             ),
         }
 

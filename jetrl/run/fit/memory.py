@@ -193,7 +193,7 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
             by_codes = recipe.weight_only(layer) is not None
             matrices.append(Matrix(name, linear.sections, linear.in_size, fp8, by_codes))
         else:
-            matrices.append(Matrix(name, (pieces[0].shape[0],), pieces[0].shape[1]))
+            matrices.append(Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].flat[1]))
     adapters = [
         Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].shape[1])
         for name, pieces in adapter_table(spec, recipe.lora).items()

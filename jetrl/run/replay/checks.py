@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.branches import Row, rows_of
 from jetrl.errors import UserError
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.logprob.truncation import Support
@@ -51,11 +52,13 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `end` of a trajectory, all of whose segments count, that the weights of `version` drew. `name`
-    names the trajectory; `turn`: the place of its segment among the policy's, `before`: of its tokens in that turn."""
+    """Tokens `start` to `end` of a `row` of a trajectory, all of whose segments count, that the weights of `version`
+    drew. `name` names the trajectory; `turn`: the place of its segment among the policy's, `before`: of its tokens in
+    that turn."""
 
     name: str
     trajectory: Trajectory
+    row: Row
     segment: Segment
     version: int
     start: int
@@ -77,8 +80,8 @@ class Span:
         return len(self.drawn) == len(self.segment.tokens)
 
     def prefix(self, end: int) -> np.ndarray:
-        """The trajectory's first tokens."""
-        return np.concatenate([segment.tokens for segment in self.trajectory.segments])[:end]
+        """The row's first tokens."""
+        return np.concatenate([segment.tokens for segment in self.row.segments])[:end]
 
 
 def spans_of(one: StepRecord) -> list[Span]:
@@ -87,13 +90,16 @@ def spans_of(one: StepRecord) -> list[Span]:
 
 
 def _spans(name: str, trajectory: Trajectory) -> Iterator[Span]:
-    first = turn = 0
-    for segment in trajectory.segments:
-        edges = [*(start for start, _ in segment.spans), len(segment.tokens)]
-        for (start, version), end in zip(segment.spans, edges[1:], strict=True):
-            yield Span(name, trajectory, segment, version, first + start, first + end, turn, start)
-        turn += segment.author == "policy"
-        first += len(segment.tokens)
+    turn = 0
+    for row in rows_of(trajectory.segments):
+        first = 0
+        for place, segment in enumerate(row.segments):
+            if place >= row.own:
+                edges = [*(start for start, _ in segment.spans), len(segment.tokens)]
+                for (start, version), end in zip(segment.spans, edges[1:], strict=True):
+                    yield Span(name, trajectory, row, segment, version, first + start, first + end, turn, start)
+                turn += segment.author == "policy"
+            first += len(segment.tokens)
 
 
 def replay(run_dir: Path, step: int, what: str, say: Say = lambda text: None) -> Replayed:
@@ -231,14 +237,15 @@ def draw(rerun: Rerun, spans: Sequence[Span]) -> list[tuple[np.ndarray, np.ndarr
 def _id_of(span: Span) -> int:
     if span.trajectory.request_id is None:
         raise UserError(f"{span.name} has no request id in its record, so it cannot be drawn again.")
-    return span.trajectory.request_id
+    return span.trajectory.request_id if span.row.stream is None else span.row.stream
 
 
 def _sampling(rerun: Rerun, span: Span) -> SamplingParams:
-    """How the span was drawn. A part of a turn ends where it ended; a whole one has the room that it had."""
+    """How the span was drawn. A part of a turn ends where it ended, and so does one of a changed history; a whole one
+    has the room that it had."""
     config = rerun.session.config
     asked = train_asked(config, 1)
-    if not span.whole:
+    if not span.whole or any(segment.branch for segment in span.trajectory.segments):
         return replace(asked.sampling, max_tokens=len(span.drawn))
     room = asked.sampling.max_tokens - (span.start - len(span.trajectory.segments[0].tokens))
     limit = asked.max_turn_tokens

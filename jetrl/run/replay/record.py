@@ -22,6 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jetrl.branches import Branch
 from jetrl.errors import UserError
 from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
 from jetrl.untrusted import fresh, inside, json_value, open_regular
@@ -96,7 +97,7 @@ class _Written:
         drawn = one.author == "policy"
         at = self.tokens.put(one.tokens, shared=not drawn)
         return [int(drawn), at, len(one.tokens), self.logprobs.put(one.logprobs), len(one.logprobs),
-                [list(span) for span in one.spans], one.reward]
+                [list(span) for span in one.spans], one.reward, *([list(one.branch)] if one.branch else [])]
 
     def group(self, group: Group) -> dict[str, Any]:
         row: dict[str, Any] = {"prompt": group.prompt.index, **{key: list(getattr(group, key)) for key in _OF_GROUP}}
@@ -244,10 +245,11 @@ class _Read:
         return Trajectory(segments, row["end"], row["flow"], row.get("error", ""), row["id"])
 
     def _segment(self, row: Sequence[Any]) -> Segment:
-        drawn, at, count, first, logprobs, spans, reward = row
+        drawn, at, count, first, logprobs, spans, reward, *branch = row
         return Segment(
             "policy" if drawn else "environment", _cut(self._tokens, at, count), "",
             _cut(self._logprobs, first, logprobs), reward, spans=tuple((start, version) for start, version in spans),
+            branch=Branch(*branch[0]) if branch else None,
         )
 
 

@@ -1,0 +1,13 @@
+"""The ops of Gated DeltaNet and of gated attention: which module computes each, by backend."""
+
+from __future__ import annotations
+
+from jetrl.kernels.registry import Op
+
+OPS = (
+    Op("conv_heads", reference="delta.reference", hopper=None),
+    Op("delta_gates", reference="delta.reference", hopper=None),
+    Op("delta_rule", reference="delta.reference", hopper=None),
+    Op("gated_norm", reference="delta.reference", hopper=None),
+    Op("output_gate", reference="delta.reference", hopper=None),
+)

@@ -1,0 +1,73 @@
+"""Whole runs of a model with latent attention and DeepSeek's experts: parity, ranks, adapters, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latent_arch import LATENT
+from ranks import run_ranks
+from safetensors import safe_open
+from test_ranks_loop import FIXED, assert_same_run, rank_run
+from tiny import numbers, tiny_config, tiny_run
+
+from jetrl.api import load_model
+from jetrl.config.shipped import find_recipe
+from jetrl.errors import UserError
+from jetrl.parity.certificate import Workload, certify
+from jetrl.run.prepare import prepare
+
+
+def test_one_rank_and_two_are_the_same_run(tmp_path: Path) -> None:
+    """FP8, shared prompts, a warm start, a reference policy: parity 0, and the bits of one process."""
+    changes = FIXED | LATENT | {
+        "train.steps": 2, "rl.kl_coef": 0.01, "train.share_prompts": True,
+        "task.reward": f"{tmp_path}/one/reward.py:reward",
+        "sft": {"steps": 2, "batch_size": 12, "lr": 1e-3, "cache_dir": str(tmp_path / "cache")},
+    }
+    alone = tiny_run(tmp_path / "one", changes)
+    rows = numbers(alone)
+    assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in rows[1:])
+    assert run_ranks(rank_run, 2, tmp_path / "two", changes) == [True, True]
+    assert_same_run(tmp_path / "two" / "runs" / "tiny", alone)
+
+
+def test_the_bias_of_a_checkpoint_is_fp32_and_never_moves(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, LATENT | {"train.steps": 2, "checkpoint.save_interval": 1})
+    name, found = "model.layers.1.mlp.gate.e_score_correction_bias", []
+    for step in (1, 2):
+        with safe_open(run / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors", "pt") as file:
+            found.append(file.get_tensor(name))
+    assert found[0].dtype == torch.float32 and torch.equal(*found)
+    config = json.loads((run / "checkpoints" / "step_000002" / "model" / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3" and config["topk_method"] == "noaux_tc"
+    assert certify(load_model(run, device="cpu").model, Workload(3, 12, 4, 5, 4), "saved", lambda text: None).ok
+
+
+def test_adapters_beside_its_linears(tmp_path: Path) -> None:
+    """Of q where it has no latent, of o, of dense and shared experts' MLPs."""
+    no_q = {key: value for key, value in LATENT.items() if not key.endswith("q_lora_rank")}
+    run = tiny_run(tmp_path, no_q | {"train.steps": 1, "lora.rank": 4, "checkpoint.save_interval": 1})
+    assert numbers(run)[-1]["parity/logprob_abs_diff_max"] == 0
+    saved = next((run / "checkpoints").glob("step_*/model/adapter_model.safetensors"))
+    with safe_open(saved, "pt") as file:
+        names = " ".join(file.keys())
+    for part in ("layers.0.self_attn.q_proj", "self_attn.o_proj", "0.mlp.down_proj", "1.mlp.shared_experts.gate_proj"):
+        assert part in names, part
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"quant.kv_cache": "fp8"}, "there is no FP8 cache of them"),
+    ({"train.router_aux_loss_coef": 0.01}, "train.router_aux_loss_coef = 0.01: that loss is of softmax scores"),
+])  # fmt: skip
+def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        prepare(tiny_config(tmp_path, LATENT | changes))
+    assert message in str(caught.value)
+
+
+def test_its_recipe_is_shipped() -> None:
+    assert 'model_type = "deepseek_v3"' in Path(find_recipe("quickstart_mla")).read_text()

@@ -13,6 +13,7 @@ from tiny import ARCH, numbers, saved, tiny_config, tiny_run
 
 from jetrl.config import load_config, resolve
 from jetrl.config.shipped import shipped
+from jetrl.config.supervised import of_rl_alone
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_metrics
 from jetrl.run.fit.memory import predict
@@ -138,4 +139,5 @@ def test_bad_data_stops_before_a_step_and_long_rows_can_be_left_out(tmp_path: Pa
 
 def test_the_shipped_recipe_is_of_this_kind():
     config = resolve(load_config(shipped()["sft_quickstart"]), cuda_available=False)
+    assert set(of_rl_alone(config)) <= config.without_effect()
     assert config.supervised and config.per_step == (config.train.batch_size, "train.batch_size")

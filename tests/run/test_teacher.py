@@ -22,8 +22,7 @@ from jetrl.run.prepare import prepare
 from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build_published
 from jetrl.run.teacher import build_teachers, teacher_of
-from jetrl.train.teachers import REST, Teachers
-from jetrl.types import Group, Problem, Prompt, Segment, Trajectory, token_ids
+from jetrl.train.teachers import REST
 from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -152,16 +151,6 @@ def test_two_teachers_of_one_model_are_one_teacher(teacher: Path, tmp_path: Path
     assert all({"policy/teacher_kl/a", "policy/teacher_kl/b"} <= row.keys() for row in rows[1:])
     assert [{k: v for k, v in row.items() if "teacher_kl/" not in k} for row in rows] == numbers(one)
     assert all(torch.equal(value, saved(two, 2)[name]) for name, value in saved(one, 2).items())
-
-
-def test_rows_without_a_value_have_the_teacher_of_all_others():
-    models: dict[str, Any] = {REST: None, "a": None}
-    answer = Trajectory((Segment("environment", token_ids([1]), ""),), "stop", "")
-    groups = [
-        Group(Prompt(i, Problem("", "", "", extra=extra), ()), (answer,) * 2)
-        for i, extra in enumerate(({"kind": "a"}, {"kind": "z"}, {}))
-    ]
-    assert Teachers(models, "kind").names(groups) == ["a", "a", REST, REST, REST, REST]
 
 
 @pytest.mark.parametrize(("changes", "expected"), [

@@ -12,7 +12,7 @@
   no update: every step loads the next version. `tokens/s` is what is kept, by seconds; a step begins with the cache
   that it makes, as in a run. `--peer`: another engine's rollout of as many answers, as in bench_rollout.py.
 - tools: conversations, half of `--groups` a step: 4 to 12 turns of 256 tokens on average (a drawn token ends one with a
-  probability of 1/256), and after each a tool of 2 s, which says 64 tokens. Lengths and seconds are times `--scale`, and
+  probability of 1/256), and after each a tool of 2 s, which says 64 tokens. Lengths and seconds are by `--scale`, and
   seconds also times the share of the shape's layers, as decode steps take it. `synchronous` is `roll_out`, `overcommit
   N` is `carry_turns.talk_on`. Between two steps, where a run updates, tools work on for their seconds, not counted.
 - digests: RL steps of `recipes_on_random.py`'s stand-ins for gsm8k_qwen3_8b with `--layers` layers. Steps take turns:

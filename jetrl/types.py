@@ -473,26 +473,6 @@ class Conversations(Protocol):
         """The conversation is over, whoever ended it."""
 
 
-class CarriedConversations(Conversations, Protocol):
-    """Conversations that go on in a later rollout."""
-
-    def hold(self, key: int) -> None:
-        """`poll` gives no replies to this conversation until `go_on`; its environment works on."""
-
-    def go_on(self, key: int) -> None:
-        """The end of `hold`."""
-
-    def bring(
-        self, key: int, problem: Problem, segments: Sequence[Segment], due: bool, finish: FinishReason = "stop"
-    ) -> None:
-        """Conversation `key` is, or gets, where these are its segments, and is held there. `due`: the reply to the last
-        of them is given when it goes on, even if it was given before; `finish`: how that turn ended. An environment
-        that is elsewhere is begun again, and has to answer the same turns as before."""
-
-    def keep_only(self, keys: Collection[int]) -> None:
-        """Close the conversations that are held, other than these."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's pages of the KV cache.

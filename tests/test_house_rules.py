@@ -58,6 +58,7 @@ LONG_FUNCTIONS = {
 SWALLOWERS = [
     "chat/template.py:_attempt",  # templates refuse texts that are none of the data's; limits pass
     "doctor/finding.py:attempted",
+    "environments/verifiers_worker.py:main",  # the run is told why the environment cannot be
     "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "kernels/compiling/pool.py:_attempted",
@@ -72,7 +73,6 @@ REACHED_THROUGH = {
     "config/precedence": "config/load",
     "config/rollout": "config/sections",
     "config/teacher": "config/sections",
-    "config/train": "config/sections",
     "huggingface/config": "huggingface/read",
     "kernels/gemm/deepgemm": "kernels/gemm/table",
     "kernels/experts/deepgemm": "kernels/experts/table",
@@ -84,7 +84,6 @@ REACHED_THROUGH = {
     "model/mlp": "model/blocks",
     "huggingface/tokenizer": "huggingface/read",
     "huggingface/write": "huggingface/read",
-    "model/rope": "model/transformer",
     "precision/picture/svg": "precision/picture/draw",
     "report/files": "report/recorder",
     "rewards/function": "rewards/score",
@@ -94,7 +93,6 @@ REACHED_THROUGH = {
     "engine/slots": "engine/scheduler",
     "engine/turns": "engine/scheduler",
     "run/compare": "cli",
-    "serve/http": "serve/front",
     "tasks/protocol": "tasks/task",
     "user_code/calls": "environments/conversations",
 }

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for folder in (".", "docs", ".github", "examples") for path in (ROOT / folder).glob("*.md"))
 LINK = re.compile(r"!?\[[^\]]*\]\(\s*([^)\s]+)[^)]*\)")
-FENCED = re.compile(r"^```.*?^```|^(?: {4}.*\n)+", re.M | re.S)
+FENCED = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)
 
 
 def prose(page: str) -> str:

@@ -27,6 +27,7 @@ from jetrl.config.markers import (
 from jetrl.config.rl import RLConfig
 from jetrl.config.rollout import EnvironmentConfig as EnvironmentConfig
 from jetrl.config.rollout import RolloutConfig
+from jetrl.config.supervised import of_rl_alone, supervised_problems
 from jetrl.config.task import TaskConfig as TaskConfig
 from jetrl.config.teacher import TeacherConfig, teacher_problems
 from jetrl.config.toml import toml_literal
@@ -34,7 +35,6 @@ from jetrl.config.train import TrainConfig
 from jetrl.config.vllm import VLLMConfig, vllm_problems
 
 WARM_START_ONLY = NoEffectWhile("sft.steps", (0,))
-RL_ONLY = NoEffectWhile("method", ("sft",))
 NAMED_RUNS_ONLY = NoEffectWhile("track.backends", ((), ("tensorboard",)))
 
 
@@ -142,19 +142,19 @@ class EvalConfig(Section):
         Elsewhere("TRL: eval_strategy do_eval", " (10 by default, 0: never)"),
     ] = Field(default=10, ge=0, description="Steps between evaluations. 0: never.")
     temperature: Annotated[
-        float, RL_ONLY, Elsewhere("verl: val_kwargs.temperature"),
+        float, Elsewhere("verl: val_kwargs.temperature"),
         Elsewhere("verl: val_kwargs.do_sample", " (0: greedy)"),
         Elsewhere("verl: val_kwargs", ", eval.num_samples and eval.max_response_length"),
     ] = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
     num_samples: Annotated[
-        int, RL_ONLY, Elsewhere("slime: n_samples_per_eval_prompt; TRL: num_generations_eval; verl: val_kwargs.n"),
+        int, Elsewhere("slime: n_samples_per_eval_prompt; TRL: num_generations_eval; verl: val_kwargs.n"),
     ] = Field(default=1, ge=1, description="Completions per problem: the k of avg@k and pass@k.")
-    max_response_length: Annotated[int | None, RL_ONLY] = Field(
+    max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
-    pass_reward: Annotated[float, RL_ONLY, NoBits()] = Field(
+    pass_reward: Annotated[float, NoBits()] = Field(
         default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if the rl.signal of one of its "
         "completions reaches this (minus 0.001, for rounding).")
-    num_samples_kept: Annotated[int, RL_ONLY, NoBits()] = Field(
+    num_samples_kept: Annotated[int, NoBits()] = Field(
         default=32, ge=0, description="How many completions of each evaluation to write to eval_samples.jsonl, spread "
         "evenly over the problems and always from the same ones. 0: none.")
 
@@ -189,7 +189,7 @@ class CheckpointConfig(Section):
         Elsewhere("verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load"),
     ] = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
-    replay_steps: Annotated[int, RL_ONLY, NoBits(), Since("0.3.0", 0)] = Field(
+    replay_steps: Annotated[int, NoBits(), Since("0.3.0", 0)] = Field(
         default=100, ge=0, description="Newest steps whose tokens, log-probs and digests are kept for `jetrl replay` "
         "and `jetrl bisect` (docs/REPLAY.md). 0: none.")
     allow_changed_data: bool = Field(
@@ -276,15 +276,15 @@ class Config(Section):
         default=QuantConfig(), description="FP8 details.")
     lora: LoraConfig = Field(default=LoraConfig(), description="Adapters.")
     task: Annotated[TaskConfig, WarmStart()] = Field(description="Problems and rewards.")
-    rollout: Annotated[RolloutConfig, RL_ONLY] = Field(default=RolloutConfig(), description="Sampling.")
-    vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",)), RL_ONLY] = Field(
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
+    vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",))] = Field(
         default=VLLMConfig(), description="vLLM as the rollout's engine.")
-    environment: Annotated[EnvironmentConfig, RL_ONLY] = Field(
+    environment: EnvironmentConfig = Field(
         default=EnvironmentConfig(), description="Conversations.")
-    rl: Annotated[RLConfig, RL_ONLY] = Field(default=RLConfig(), description="Objective.")
-    teacher: Annotated[TeacherConfig, RL_ONLY] = Field(default=TeacherConfig(), description="Distillation.")
+    rl: RLConfig = Field(default=RLConfig(), description="Objective.")
+    teacher: TeacherConfig = Field(default=TeacherConfig(), description="Distillation.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
-    sft: Annotated[SFTConfig, WarmStart(), RL_ONLY] = Field(default=SFTConfig(), description="Warm start.")
+    sft: Annotated[SFTConfig, WarmStart()] = Field(default=SFTConfig(), description="Warm start.")
     eval: Annotated[EvalConfig, MayChange()] = Field(default=EvalConfig(), description="Evaluation.")
     checkpoint: Annotated[CheckpointConfig, MayChange()] = Field(
         default=CheckpointConfig(), description="Saving and resuming.")
@@ -331,6 +331,9 @@ class Config(Section):
         buffer = dapo_buffer_len(longest) if isinstance(longest, int) else 0  # a wrong type is reported at its own key
         return {**data, "rl": {**rl, "overlong_buffer_len": buffer}}
 
+    def without_effect(self) -> set[str]:
+        return super().without_effect() | (set(of_rl_alone(self)) if self.supervised else set())
+
     def problems(self) -> Iterator[Problem | str]:
         rollout = self.rollout
         yield from vllm_problems(self)
@@ -339,6 +342,7 @@ class Config(Section):
             yield from self._carry_problems()
         yield from self._lora_problems()
         yield from teacher_problems(self)
+        yield from supervised_problems(self)
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
                    f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")

@@ -16,7 +16,7 @@ MAX_DATA_GIB = 4.0  # default of task.max_data_gib
 TEMPLATE_ARGUMENTS = ("conversation", "chat_template", "add_generation_prompt", "tokenize", "messages")
 LONG = ("chain", "sorting", "tracking", "recurrence")  # tasks of jetrl/tasks/long.py
 DATA_ONLY = NoEffectWhile("task.name", ("addition", "gym", "environment", *LONG))
-RL_ONLY, SFT_ONLY = NoEffectWhile("method", ("sft",)), NoEffectWhile("method", ("rl",))
+SFT_ONLY = NoEffectWhile("method", ("rl",))
 
 
 class TaskConfig(Section):
@@ -90,7 +90,7 @@ class TaskConfig(Section):
         default="assistant", description="Which tokens are learned with method = \"sft\". assistant: every turn of the "
         "assistant, with the token that ends it. last: only its last turn. all: every token but the first.")
     reward: Annotated[
-        str | tuple[str, ...] | None, RL_ONLY, Holds("code"), WarmStart(reads=False),
+        str | tuple[str, ...] | None, Holds("code"), WarmStart(reads=False),
         Elsewhere("TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path"),
         Elsewhere(
             "verl: custom_reward_function.path custom_reward_function.name",
@@ -102,20 +102,20 @@ class TaskConfig(Section):
         default=None, min_length=1, description="Your reward, as module:function or path/to/file.py:function, or a "
         "list of several, which are added up (docs/REWARDS.md). none: the task's own.")
     reward_weights: Annotated[
-        tuple[float, ...] | None, RL_ONLY, NoEffectWhile("task.reward", (None,)), WarmStart(reads=False),
+        tuple[float, ...] | None, NoEffectWhile("task.reward", (None,)), WarmStart(reads=False),
         Elsewhere(same=("TRL",)),
     ] = Field(default=None, description="Weight of each function of task.reward. none: 1.")
     reward_calls: Annotated[
-        Literal["step", "group"], RL_ONLY, WarmStart(reads=False),
+        Literal["step", "group"], WarmStart(reads=False),
         Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
     ] = Field(
         default="step", description="step: the reward is called after the rollout, with all completions. group: with "
         "those of a prompt as soon as they have ended, in a thread next to the rollout (docs/REWARDS.md).")
-    max_prompt_length: Annotated[int, RL_ONLY, Elsewhere("verl: prompt_length", same=("TRL", "verl"))] = Field(
+    max_prompt_length: Annotated[int, Elsewhere("verl: prompt_length", same=("TRL", "verl"))] = Field(
         default=512, ge=1, description="Longest prompt in tokens, chat template included.")
     overlong_prompts: Annotated[
         Literal["error", "drop"], DATA_ONLY, Elsewhere("verl: filter_overlong_prompts"),
-        Elsewhere("verl: truncation; TRL: max_length", ' ("error" or "drop", prompts are never cut)'),
+        Elsewhere("verl: truncation", ' ("error" or "drop", prompts are never cut)'),
     ] = Field(default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
     repeated_prompts: Annotated[Literal["keep", "drop"], DATA_ONLY] = Field(
         default="keep", description="What to do about rows that repeat an earlier prompt: keep or leave them out.")

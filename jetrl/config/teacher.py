@@ -15,6 +15,7 @@ from jetrl.config.toml import toml_literal
 if TYPE_CHECKING:
     from jetrl.config.sections import Config
 
+WITH_COLUMN = NoEffectWhile("teacher.column", (None,))
 WITH_PATH = NoEffectWhile("teacher.path", (None,))
 
 
@@ -27,12 +28,32 @@ class TeacherConfig(Section):
         "checkpoint), or a name on the hub. It must have the policy's vocabulary. none: no teacher.")
     revision: Annotated[str | None, WITH_PATH, PartOf("teacher.path"), Since("0.3.0", None)] = Field(
         default=None, min_length=1, description="Branch, tag or commit of a teacher from the hub. none: main.")
+    column: Annotated[str | None, WITH_PATH, Since("0.3.0", None)] = Field(
+        default=None, min_length=1, description="Column of the data that says which teacher judges a row, where there "
+        "are several: teacher.paths by teacher.values. none: teacher.path judges all.")
+    values: Annotated[tuple[str, ...], WITH_COLUMN, Since("0.3.0", [])] = Field(
+        default=(), description="Values of the column whose rows have a teacher of their own; all other rows have "
+        "teacher.path.")
+    paths: Annotated[tuple[str, ...], WITH_COLUMN, Holds("file"), Since("0.3.0", [])] = Field(
+        default=(), description="For each of teacher.values its teacher: a folder or a run on this machine, in the "
+        "same precision as teacher.path.")
     precision: Annotated[TeacherPrecision, WITH_PATH, Since("0.3.0", "bf16")] = Field(
         default="bf16", description="The teacher's own flow, whatever the policy's is. fp8 and w8a16 hold its weights "
         "in half the memory.")
     weight: Annotated[float, WITH_PATH, Since("0.3.0", 1.0)] = Field(
         default=1.0, gt=0, le=1e6, description="The advantage of a token has this times (the teacher's log-prob of it "
         "minus the policy's), beside what rl.adv_estimator makes of rewards.")
+
+    def problems(self) -> Iterator[Problem | str]:
+        if self.column is None:
+            return
+        if not self.values:
+            yield "teacher.column: needs teacher.values and teacher.paths, which say whose rows are whose"
+        if len(set(self.values)) < len(self.values):
+            yield f"teacher.values: names a value twice: {toml_literal(self.values)}"
+        if len(self.values) != len(self.paths):
+            yield (f"teacher.paths: needs one teacher for each of the {len(self.values)} teacher.values, got "
+                   f"{len(self.paths)}")
 
 
 def teacher_problems(config: Config) -> Iterator[Problem | str]:
@@ -45,6 +66,11 @@ def teacher_problems(config: Config) -> Iterator[Problem | str]:
                 "name of the model to learn from", ("rl.algo", "rl.adv_estimator"),
             )
         return
+    if config.teacher.column is not None and config.task.name != "file":
+        yield Problem(
+            "teacher.column", f"is a column of data, and task.name = {toml_literal(config.task.name)}; set "
+            "task.name=file, or remove this key", ("task.name",),
+        )
     if rl.ratio != "token":
         yield Problem(
             "teacher.path", f"the teacher gives every token an advantage of its own, and rl.ratio = "

@@ -42,7 +42,9 @@ class TrainConfig(Section):
         "The run has ceil(epochs * rows / rollout.prompts_per_step) steps (docs/MODELS_AND_DATA.md).")
     batch_size: Annotated[int, SFT_ONLY, Since("0.3.0", 32)] = Field(
         default=32, ge=1, description="Rows of the data per step with method = \"sft\".")
-    max_length: Annotated[int, SFT_ONLY, Since("0.3.0", 2048)] = Field(
+    max_length: Annotated[
+        int, SFT_ONLY, Since("0.3.0", 2048), Elsewhere("TRL: max_length", ' (with method = "sft", and nothing is cut)'),
+    ] = Field(
         default=2048, ge=2, description="Longest conversation in tokens with method = \"sft\", chat template "
         "included. Longer ones are refused or left out (task.overlong_prompts), never cut.")
     lr: Annotated[float, Elsewhere("TRL: learning_rate", same=("verl",))] = Field(
@@ -77,7 +79,7 @@ class TrainConfig(Section):
             "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu",
             " (tokens, not sequences)"),
     ] = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
-    share_prompts: Annotated[bool, NoEffectWhile("method", ("sft",)), Kernels()] = Field(
+    share_prompts: Annotated[bool, Kernels()] = Field(
         default=False,
         description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
         "Log-probs keep their bits; gradients are those of the same loss, rounded elsewhere. Not in the warm start "
@@ -138,7 +140,7 @@ class TrainConfig(Section):
     router_z_loss_coef: Annotated[float, WarmStart()] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router "
         "logits)^2, also in the warm start; usually 1e-3. 0: off.")
-    compare_routing: Annotated[bool, NoEffectWhile("method", ("sft",))] = Field(
+    compare_routing: bool = Field(
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
 

@@ -198,7 +198,7 @@ class EnvironmentPool:
         )
 
     def hold(self, key: int) -> None:
-        """`types.CarriedConversations.hold`; unknown ones are ignored."""
+        """`carry_turns.CarriedConversations.hold`; unknown ones are ignored."""
         if key in self._talks:
             self._talks[key].held = True
 
@@ -212,7 +212,7 @@ class EnvironmentPool:
     def bring(
         self, key: int, problem: Problem, segments: Sequence[Segment], due: bool, finish: FinishReason = "stop"
     ) -> None:
-        """`types.CarriedConversations.bring`. The environment hears the turns again in the background."""
+        """`carry_turns.CarriedConversations.bring`. The environment hears the turns again in the background."""
         turns = [segment for segment in segments if segment.author == "policy"]
         talk = self._talks.get(key)
         there = talk is not None and talk.said == [turn.text for turn in turns] and (due or not talk.over)

@@ -179,6 +179,8 @@ GROUPS = (
         Metric("policy/teacher_kl", "Reverse KL to the teacher", "nats per token",
                "Mean over the policy's own tokens of its log-prob minus the teacher's. Logged with `teacher.path`.",
                "Falls, and stays above 0. What is left is what the policy cannot learn of the teacher."),
+        Metric("policy/teacher_kl/TEACHER", "Reverse KL to one teacher", "nats per token",
+               "With several teachers: the same over the rows of one, by its value in `teacher.values`.", "Falls."),
         Metric("policy/noise_abs_mean", "Noise of rounding", "nats per token",
                "Mean size of the change of a token's log-prob when the first norm is nudged by one unit: how far "
                "rounding alone moves log-probs. With several updates per step, every `rl.noise_interval` steps.",

@@ -36,10 +36,11 @@ def reverse_kl(policy: Mapping[int, np.ndarray], teacher: Mapping[int, np.ndarra
 
 
 def with_teacher(
-    groups: Sequence[Group], kl: Sequence[Column | None], weight: float
+    groups: Sequence[Group], kl: Sequence[Column | None], weight: float, names: Sequence[str] = ()
 ) -> tuple[list[Group], dict[str, float]]:
     """Groups whose advantages have -weight * k_t added, token by token, and the statistic `policy/teacher_kl`: the
-    mean of k_t over the tokens in the loss, in nats; absent where no token is.
+    mean of k_t over the tokens in the loss, in nats; absent where no token is. Where `names` has several teachers, of
+    each trajectory its own, there is `policy/teacher_kl/NAME` for each but the one without a name, too.
 
     `kl` has one array [P] for each trajectory, in the order of the groups; None, as its advantage, outside the loss.
     UserError for an advantage beyond float32.
@@ -48,8 +49,12 @@ def with_teacher(
     filled = [
         replace(g, advantages=tuple(_added(a, next(columns), weight) for a in g.advantages)) for g in groups
     ]
-    values = [value for column in kl if column is not None for value in column.tolist()]
-    return filled, {"policy/teacher_kl": math.fsum(values) / len(values)} if values else {}
+    stats, places = {}, range(len(kl))
+    for name in dict.fromkeys(["", *names]):
+        of_name = [kl[place] for place in places if not name or names[place] == name]
+        if values := [value for column in of_name if column is not None for value in column.tolist()]:
+            stats[f"policy/teacher_kl/{name}" if name else "policy/teacher_kl"] = math.fsum(values) / len(values)
+    return filled, stats
 
 
 def _added(advantage: Advantage | None, kl: Column | None, weight: float) -> Advantage | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,17 +26,39 @@ from jetrl.rollout.carry import Conversation, RolledOn, UnderWay, Work
 from jetrl.rollout.requests import RolloutRequest
 from jetrl.rollout.talk import Talk
 from jetrl.types import (
-    CarriedConversations,
     Completion,
+    Conversations,
     EndReason,
     Engine,
     FinishReason,
+    Problem,
     Prompt,
     Reply,
+    Segment,
     StepReport,
     Trajectory,
     Unfinished,
 )
+
+
+class CarriedConversations(Conversations, Protocol):
+    """Conversations that go on in a later rollout."""
+
+    def hold(self, key: int) -> None:
+        """`poll` gives no replies to this conversation until `go_on`; its environment works on."""
+
+    def go_on(self, key: int) -> None:
+        """The end of `hold`."""
+
+    def bring(
+        self, key: int, problem: Problem, segments: Sequence[Segment], due: bool, finish: FinishReason = "stop"
+    ) -> None:
+        """Conversation `key` is, or gets, where these are its segments, and is held there. `due`: the reply to the last
+        of them is given when it goes on, even if it was given before; `finish`: how that turn ended. An environment
+        that is elsewhere is begun again, and has to answer the same turns as before."""
+
+    def keep_only(self, keys: Collection[int]) -> None:
+        """Close the conversations that are held, other than these."""
 
 
 def begin_talks(prompts: Sequence[Prompt], asked: RolloutRequest) -> list[UnderWay]:

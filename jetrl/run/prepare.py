@@ -31,8 +31,9 @@ from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.given import GivenAnswers
 from jetrl.run.own_parts import load_own_parts
-from jetrl.run.teacher import KEY, check_teacher, teacher_of
+from jetrl.run.teacher import check_rows, check_teacher, key_of, paths_of, teachers_of
 from jetrl.spec import ModelSpec
+from jetrl.tasks.files import FileTask
 from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
 from jetrl.train.routing import check_routing
@@ -97,6 +98,8 @@ def prepare(
     shown = config.task if environment is None else environment.task(config.task)
     teaches = trains and (config.sft.steps > 0 or config.supervised)
     check_turn_end(TurnEncoder(tokenizer, shown), ends, config.rollout.stop, teaches=teaches)
+    if trains and isinstance(task, FileTask):
+        check_rows(config, task.training_problems())
     if trains and given is not None:
         check_given(config, task, given)
     elif trains:
@@ -187,12 +190,12 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
 
 def check_kernels_of_teacher(config: Config) -> None:
     """UserError for a teacher that the config's kernels cannot compute."""
-    if (teacher := teacher_of(config)) is not None:
+    for name, teacher in teachers_of(config).items():
         try:
             check_experts(config, teacher.spec)
             check_sizes(config, teacher.spec, teacher.recipe)
         except UserError as error:
-            raise UserError(f"{KEY} = {config.teacher.path}: {error}") from None
+            raise UserError(f"{key_of(name)} = {paths_of(config)[name]}: {error}") from None
 
 
 def check_lora(config: Config, spec: ModelSpec) -> None:

@@ -17,6 +17,7 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, definition, select
+from jetrl.kernels.support import PORTABLE, capability
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
@@ -36,11 +37,12 @@ from jetrl.run.evaluation import Evaluation
 from jetrl.run.given import GivenAnswers
 from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import Prepared, adapters_in, check_experts, check_sizes, in_steps, model_source, prepare
-from jetrl.run.teacher import build_teacher
+from jetrl.run.teacher import build_teachers
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
 from jetrl.train.step import Learner
+from jetrl.train.teachers import Teachers
 from jetrl.types import Engine
 from jetrl.user_code.from_python import NOTHING, FromPython
 
@@ -101,7 +103,7 @@ class Session:
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
     given_answers: GivenAnswers | None = None  # of method = "sft"
-    teacher: Transformer | None = None  # of a distillation: published weights, without masters
+    teacher: Teachers | None = None  # of a distillation
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
 
@@ -178,7 +180,7 @@ def build(
             model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
-        teacher = None if evaluates else build_teacher(config)  # before the engine takes what memory is left
+        teacher = None if evaluates else build_teachers(config)  # before the engine takes what memory is left
         engine: Engine = NoEngine()
         if not config.supervised:
             engine = build_engine(config, model, plan.tokenizer, plan.base_config, model_source(config))
@@ -225,13 +227,15 @@ def begin(
 
 
 def check_gpus(config: Config, world: World) -> None:
-    """Refuse ranks with GPUs of different kinds: the order of sums belongs to the kind. A collective."""
-    kinds = world.gather(definition(config.kernels)) if world.size > 1 else []
-    if len(set(kinds)) > 1:
-        found = ", ".join(f"rank {rank}: {kind.split()[2]}" for rank, kind in enumerate(kinds))
+    """Refuse ranks with GPUs of different kinds where the order of sums belongs to the kind. A collective."""
+    if config.device == "cpu" or world.alone:
+        return
+    kinds = world.gather((config.kernels, list(capability() or ())))
+    if len({str(kind) for kind in kinds}) > 1 and any(kernels == PORTABLE for kernels, _ in kinds):
+        found = ", ".join(f"rank {rank} has {'.'.join(map(str, kind))}" for rank, (_, kind) in enumerate(kinds))
         raise UserError(
-            f"The GPUs of this run are of different kinds ({found}), and with kernels = "
-            f'"{config.kernels}" bits depend on the kind. Choose GPUs of one kind with CUDA_VISIBLE_DEVICES.'
+            f"The GPUs of this run are of different kinds: by compute capability, {found}. Bits depend on the kind: "
+            "choose GPUs of one kind with CUDA_VISIBLE_DEVICES, and start again."
         )
 
 

@@ -6,6 +6,7 @@ checkpoint holds it. A checkpoint names the digest of its values, and a run that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,10 +18,13 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import is_adapters
 from jetrl.model.adapter import BaseHash
 from jetrl.model.transformer import Transformer
+from jetrl.phrases import some
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.run.checkpoint.checkpoint import model_folder
 from jetrl.spec import ModelSpec
 from jetrl.train.step import truncation_of
+from jetrl.train.teachers import REST, Teachers
+from jetrl.types import Problem
 
 KEY = "teacher.path"  # of its digest in a checkpoint, and in messages
 
@@ -34,12 +38,28 @@ class Teacher:
 
 
 def teacher_of(config: Config) -> Teacher | None:
-    """The teacher of a config; None without one. Reads its config.json once; from the hub no weights."""
+    """The teacher of a config, of several that of all other rows; None without one."""
+    return teachers_of(config).get(REST)
+
+
+def teachers_of(config: Config) -> dict[str, Teacher]:
+    """The teachers of a config by name; empty without one. Reads each config.json once; from the hub no weights."""
+    found = {}
+    for name, path in paths_of(config).items():
+        spec = _spec_of(path, config.teacher.revision if name == REST else None)
+        found[name] = Teacher(spec, build_recipe(config.teacher.precision, spec.num_layers))
+    return found
+
+
+def paths_of(config: Config) -> dict[str, str]:
+    """Where each teacher is, by name."""
     t = config.teacher
-    if t.path is None:
-        return None
-    spec = _spec_of(t.path, t.revision)
-    return Teacher(spec, build_recipe(t.precision, spec.num_layers))
+    return {} if t.path is None else {REST: t.path, **dict(zip(t.values, t.paths, strict=True))}
+
+
+def key_of(name: str) -> str:
+    """The setting that names a teacher, for messages."""
+    return KEY if name == REST else f"teacher.paths (for {name!r})"
 
 
 @lru_cache(maxsize=8)
@@ -61,25 +81,48 @@ def _folder(path: str, revision: str | None, *, weights: bool = False) -> Path:
 def check_teacher(config: Config, tokenizer: Any, spec: ModelSpec) -> None:
     """UserError for a teacher that cannot judge the tokens of this policy: with another vocabulary, or without
     positions for the longest answers. `tokenizer` and `spec` are the policy's."""
-    teacher, t = teacher_of(config), config.teacher
-    if teacher is None:
-        return
-    assert t.path is not None
-    theirs = hf.load_tokenizer_from(_folder(t.path, t.revision))
+    for name, path in paths_of(config).items():
+        if name != REST and not Path(path).is_dir():
+            raise UserError(
+                f"{key_of(name)} = {path}: there is no such folder. Further teachers are folders or runs on this "
+                "machine; fetch one from the hub first."
+            )
+    for name, teacher in teachers_of(config).items():
+        _check(config, name, paths_of(config)[name], teacher, tokenizer, spec)
+
+
+def _check(config: Config, name: str, path: str, teacher: Teacher, tokenizer: Any, spec: ModelSpec) -> None:
+    where = f"{key_of(name)} = {path}"
+    theirs = hf.load_tokenizer_from(_folder(path, config.teacher.revision if name == REST else None))
     if differs := _first_difference(tokenizer.get_vocab(), theirs.get_vocab()):
         raise UserError(
-            f"{KEY} = {t.path} has another vocabulary than the policy: {differs}. Log-probs of tokens can only be "
+            f"{where} has another vocabulary than the policy: {differs}. Log-probs of tokens can only be "
             "compared in one vocabulary; take a teacher of the policy's own family."
         )
     ours, judged = spec.vocab_size, teacher.spec.vocab_size
     if judged < ours or (judged != ours and truncation_of(config) is not None):
         why = "some of its tokens have none there" if judged < ours else (
             "with rollout.top_p, top_k or min_p both need the same number. Sample from the whole distribution")
-        raise UserError(f"{KEY} = {t.path} has logits for {judged} tokens and the policy for {ours}: {why}.")
+        raise UserError(f"{where} has logits for {judged} tokens and the policy for {ours}: {why}.")
     if config.longest > teacher.spec.max_position:
         raise UserError(
-            f"{KEY} = {t.path} has positions for {teacher.spec.max_position} tokens, and task.max_prompt_length + "
+            f"{where} has positions for {teacher.spec.max_position} tokens, and task.max_prompt_length + "
             f"rollout.max_response_length = {config.longest}. Lower one of the two, or take another teacher."
+        )
+
+
+def check_rows(config: Config, problems: Iterable[Problem]) -> None:
+    """UserError where no row has one of `teacher.values`: a word is misspelt, or the column is another one."""
+    column, values = config.teacher.column, config.teacher.values
+    if column is None:
+        return
+    found = dict.fromkeys(str(p.extra[column]) for p in problems if column in p.extra)
+    if not found:
+        raise UserError(f"teacher.column = {column!r}: no row of the training data has this column.")
+    if missing := [value for value in values if value not in found]:
+        raise UserError(
+            f"teacher.values: no row of the training data has {some(missing)} in its column {column!r}, which has "
+            f"{some([*found])}."
         )
 
 
@@ -93,14 +136,14 @@ def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
     return ""
 
 
-def build_teacher(config: Config) -> Transformer | None:
-    """The published teacher on the run's device, with the digest of its values; None without one."""
-    teacher, t = teacher_of(config), config.teacher
-    if teacher is None:
-        return None
-    assert t.path is not None
-    values, hashes = hf.parameters_of(_folder(t.path, t.revision, weights=True), teacher.spec), BaseHash()
-    model = Transformer(teacher.spec, teacher.recipe, master_dtype=None).to(config.device)
-    model.publish_values(hashes.through(values))
-    model.base_digest = hashes.digest()
-    return model
+def build_teachers(config: Config) -> Teachers | None:
+    """The published teachers on the run's device, each with the digest of its values; None without one."""
+    found = {}
+    for name, teacher in teachers_of(config).items():
+        path, revision = paths_of(config)[name], config.teacher.revision if name == REST else None
+        values, hashes = hf.parameters_of(_folder(path, revision, weights=True), teacher.spec), BaseHash()
+        model = Transformer(teacher.spec, teacher.recipe, master_dtype=None).to(config.device)
+        model.publish_values(hashes.through(values))
+        model.base_digest = hashes.digest()
+        found[name] = model
+    return Teachers(found, config.teacher.column) if found else None

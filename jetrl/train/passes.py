@@ -25,6 +25,7 @@ from jetrl.rl.losses import kl_penalty
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
 from jetrl.train.step import Learner, Rows, forward_batch, forward_rows, truncation_of
+from jetrl.train.teachers import Teachers, with_rows_of
 from jetrl.train.trainer import NonFiniteError
 from jetrl.types import Group
 
@@ -75,7 +76,7 @@ def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[
 
 def estimate(
     groups: Sequence[Group], batches: Sequence[PackedBatch], learner: Learner, reference: Transformer | None,
-    config: Config, unified: bool, given: bool = False, teacher: Transformer | None = None,
+    config: Config, unified: bool, given: bool = False, teacher: Teachers | None = None,
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
     """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
@@ -115,7 +116,8 @@ def estimate(
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
     of_teacher = None
     if teacher is not None:
-        of_teacher = by_trajectory(world.gather(_teacher_kl(teacher, packed, config, unified)), lengths)
+        names = teacher.names(groups)
+        of_teacher = by_trajectory(world.gather(_teacher_kl(teacher, names, packed, config, unified)), lengths)
     _check_finite("KL to the reference policy", kl, groups)
     _check_finite("KL to the teacher", of_teacher, groups)
     _check_finite("value", values, groups)
@@ -126,7 +128,7 @@ def estimate(
         else:
             filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
         if of_teacher is not None:
-            filled, kl_stats = with_teacher(filled, of_teacher, config.teacher.weight)
+            filled, kl_stats = with_teacher(filled, of_teacher, config.teacher.weight, names)
             stats |= kl_stats
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
@@ -146,14 +148,19 @@ def _check_finite(what: str, columns: Sequence[np.ndarray | None] | None, groups
 
 
 def _teacher_kl(
-    teacher: Transformer, batches: Sequence[PackedBatch], config: Config, unified: bool
+    teachers: Teachers, names: Sequence[str], batches: Sequence[PackedBatch], config: Config, unified: bool
 ) -> dict[int, np.ndarray]:
-    """Policy's log-prob minus the teacher's, one array [P] float64 for each trajectory that is `held`."""
+    """Policy's log-prob minus the teacher's, one array [P] float64 for each trajectory that is `held`. `names`: the
+    teacher of each trajectory. A teacher's passes are over the micro-batches with its rows alone."""
     truncation, temperature = truncation_of(config), config.rollout.temperature
     policy = held(batches, "rollout_logprobs" if unified else "old_logprobs")
     # the column is only the way from rows to trajectories: these batches are gone after it
-    judged = [with_rows(b, "ref_logprobs", logprob_pass(teacher, b, temperature, truncation)) for b in batches]
-    return reverse_kl(policy, held(judged, "ref_logprobs"))
+    found: dict[int, np.ndarray] = {}
+    for name, model in teachers.models.items():
+        own = with_rows_of(name, names, batches)
+        judged = [with_rows(b, "ref_logprobs", logprob_pass(model, b, temperature, truncation)) for b in own]
+        found |= {place: column for place, column in held(judged, "ref_logprobs").items() if names[place] == name}
+    return reverse_kl(policy, found)
 
 
 def _token_kl(batches: Sequence[PackedBatch], config: Config, unified: bool) -> dict[int, np.ndarray]:

@@ -54,8 +54,10 @@ def test_every_family_has_its_layers() -> None:
     experts = ExpertSpec(count=4, per_token=2, intermediate_size=64, normalized=True, step=2)
     mixed = replace(SPEC, family="qwen3_moe", experts=experts)
     assert [blocks_of(mixed, i)[1] for i in range(4)] == [DENSE_MLP, EXPERTS, DENSE_MLP, EXPERTS]
-    assert linears_of(mixed, 1)["mlp", "gate_up"] == Linear((64, 64) * 4, 256, experts=4)
-    assert linears_of(mixed, 1)["mlp", "down"] == Linear((256,) * 4, 64, writes_residual=True, experts=4)
+    into, out = ("gate_proj", "up_proj"), ("down_proj",)
+    assert linears_of(mixed, 1)["mlp", "gate_up"] == Linear((64, 64) * 4, 256, experts=4, projections=into)
+    down = Linear((256,) * 4, 64, writes_residual=True, experts=4, projections=out)
+    assert linears_of(mixed, 1)["mlp", "down"] == down
     assert Linear((64, 64) * 4, 256, experts=4).out_sections == Linear((64, 64), 256).out_sections == (64, 64)
     hybrid = SHAPES["qwen3.5-0.8b"]
     assert [type(blocks_of(hybrid, i)[0]) for i in range(5)] == [GatedDelta] * 3 + [GatedAttention, GatedDelta]

@@ -105,6 +105,10 @@ CORRECTED = {
     "precision": "fp8_rollout", "rl.rollout_is": "token", "rl.rollout_rs": "geometric", "rl.rollout_veto": 1e-4,
     "rl.updates_per_step": 2, "rl.clip_ratio_c": 3.0, "rl.kl_coef": 0.1, "rl.overlong_buffer_len": 4,
 }
+SUPERVISED: dict[str, Any] = {
+    "method": "sft", "rollout": {}, "task.reward": None, "task.max_prompt_length": None, "train.max_length": 64,
+    "train.batch_size": 4, "train.steps": 2,
+}
 # Made on a GPU, by several ranks or with vLLM: where, and the text that makes it.
 ELSEWHERE = {
     "perf/compile_s": ("run/compiling/ahead.py", '"perf/compile_s"'),
@@ -124,6 +128,17 @@ ELSEWHERE = {
 }
 
 
+def two_teachers(folder: Path, other: Path) -> dict[str, Any]:
+    """Changes for rows of which half have a teacher of their own."""
+    folder.mkdir()
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "kind": "ab"[i % 2]} for i in range(10, 30)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "task.name": "file", "task.params": None, "task.train_file": str(folder / "sums.jsonl"),
+        "teacher.column": "kind", "teacher.values": ["b"], "teacher.paths": [str(other)],
+    }
+
+
 def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, changes) of tiny runs that make all metrics which one process on a CPU can make."""
     (folder / "more.py").write_text(REWARDS)
@@ -140,6 +155,10 @@ def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "drafts", {"rollout.speculate": "on", "train.share_prompts": True, "train.steps": 2}
     yield "warm", {"sft.steps": 2, "sft.batch_size": 4, "task.reward": None, "sft.cache_dir": str(folder / "sft"),
                    "rollout.max_response_length": 24, "train.steps": 1}
+    yield "sft", SUPERVISED
+    trained = folder / "grpo" / "runs" / "grpo"
+    of_two = two_teachers(folder / "two", trained)
+    yield "teachers", {"rl.algo": "distill", "teacher.path": str(trained), "train.steps": 1} | of_two
     yield "tools", tools(folder / "t", eval__eval_interval=1, task__num_eval=2)
     yield "turns", conversation(folder / "c", {"fail": "some"}, eval__eval_interval=1, train__steps=2)
 

@@ -19,7 +19,7 @@ def launches(capability: tuple[int, int], precision: str) -> list[Any]:
     launch.OLD_MMA = tl.constexpr(tiles.kind_of(capability) == "mma")
     launch.LAUNCH.clear()
     launch.LAUNCH.update({"PDL": True, "launch_pdl": True} if capability >= (9, 0) else {"PDL": False})
-    from recorded_run import as_on_a_gpu
+    from recorded_run import EXPERTS, as_on_a_gpu
     from tiny import ARCH, tiny_config
 
     from jetrl.kernels import dispatch
@@ -41,9 +41,10 @@ def launches(capability: tuple[int, int], precision: str) -> list[Any]:
                 "hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "max_position_embeddings": 2048,
             },
         }
-        for cache in ("bf16",) if precision == "bf16" else ("bf16", "fp8"):
-            more = {} if precision == "bf16" else {"quant.kv_cache": cache}
-            config = tiny_config(Path(folder) / cache, changes | more).model_copy(update={"kernels": "triton"})
+        plain: dict[str, Any] = {} if precision == "bf16" else {"quant.kv_cache": "fp8"}
+        experts = {"model.arch": changes["model.arch"] | EXPERTS}
+        for number, more in enumerate(({}, plain, experts) if plain else ({}, experts)):
+            config = tiny_config(Path(folder) / str(number), changes | more).model_copy(update={"kernels": "triton"})
             spec = prepare.load_spec(config)[1]
             with as_on_a_gpu(), recording(lambda job: found.setdefault(job.key, job), 2048, libraries=False):
                 needed.run(config, spec, True)

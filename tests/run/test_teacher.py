@@ -21,7 +21,9 @@ from jetrl.run.pin import pinned
 from jetrl.run.prepare import prepare
 from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build_published
-from jetrl.run.teacher import build_teacher, teacher_of
+from jetrl.run.teacher import build_teachers, teacher_of
+from jetrl.train.teachers import REST, Teachers
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory, token_ids
 from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -102,8 +104,10 @@ def test_log_probs_are_those_of_the_teacher_s_own_flow(teacher: Path, tmp_path: 
     """The teacher of a run computes what the same model computes as a policy of that precision."""
     for precision in ("bf16", "fp8", "w8a16"):
         config = tiny_config(tmp_path, distilling(teacher, **{"teacher.precision": precision}))
-        found = build_teacher(config)
-        assert found is not None and not found.holds_masters
+        teachers = build_teachers(config)
+        assert teachers is not None
+        found = teachers.models[REST]
+        assert not found.holds_masters
         model = teacher / "checkpoints" / "step_000001" / "model"
         policy = tiny_config(tmp_path, {
             "model.path": str(model), "model.arch": None, "model.tokenizer": None, "precision": precision,
@@ -111,6 +115,72 @@ def test_log_probs_are_those_of_the_teacher_s_own_flow(teacher: Path, tmp_path: 
         expected = build_published(policy, found.spec, found.recipe)
         mine, theirs = found.published_modules(), expected.published_modules()
         assert all(torch.equal(a.published, b.published) for a, b in zip(mine, theirs, strict=True))
+
+
+def by_column(folder: Path, kinds: tuple[str, ...] = ("a", "b")) -> dict[str, Any]:
+    """Changes for sums from a file, whose column `kind` has each of the values in turn."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "kind": kinds[i % len(kinds)]} for i in range(10, 26)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"task.name": "file", "task.params": None, "task.train_file": str(folder / "sums.jsonl")}
+
+
+def test_each_row_is_judged_by_the_teacher_of_its_column(teacher: Path, tmp_path: Path):
+    """Rows whose teacher is the policy itself have nothing to learn, to the bit; the others have."""
+    checkpoints = teacher / "checkpoints"
+    itself, other = str(checkpoints / "step_000001" / "model"), tmp_path / "other"
+    shutil.copytree(itself, other)
+    spread = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(spread | {"rms_norm_eps": 0.5}))
+    changes = by_column(tmp_path) | {
+        "rl.algo": "distill", "teacher.path": str(other), "teacher.precision": "fp8", "teacher.column": "kind",
+        "teacher.values": ["b"], "teacher.paths": [itself], "model.path": itself, "model.arch": None,
+        "model.tokenizer": None, "train.steps": 1, "eval.eval_interval": 0, "train.max_tokens_per_gpu": 64,
+    }
+    (row,) = read_metrics(tiny_run(tmp_path, changes))[1:]
+    assert row["policy/teacher_kl/b"] == 0.0 and row["policy/teacher_kl"] > 0.0
+
+
+def test_two_teachers_of_one_model_are_one_teacher(teacher: Path, tmp_path: Path):
+    """Which rows a pass is made over, and what else a micro-batch holds, changes no bit."""
+    plain = by_column(tmp_path) | distilling(teacher, **{"train.steps": 2, "train.max_tokens_per_gpu": 64})
+    one = tiny_run(tmp_path / "one", plain)
+    two = tiny_run(tmp_path / "two", plain | {
+        "teacher.column": "kind", "teacher.values": ["a", "b"], "teacher.paths": [str(teacher), str(teacher)],
+    })
+    rows = numbers(two)
+    assert all({"policy/teacher_kl/a", "policy/teacher_kl/b"} <= row.keys() for row in rows[1:])
+    assert [{k: v for k, v in row.items() if "teacher_kl/" not in k} for row in rows] == numbers(one)
+    assert all(torch.equal(value, saved(two, 2)[name]) for name, value in saved(one, 2).items())
+
+
+def test_rows_without_a_value_have_the_teacher_of_all_others():
+    models: dict[str, Any] = {REST: None, "a": None}
+    answer = Trajectory((Segment("environment", token_ids([1]), ""),), "stop", "")
+    groups = [
+        Group(Prompt(i, Problem("", "", "", extra=extra), ()), (answer,) * 2)
+        for i, extra in enumerate(({"kind": "a"}, {"kind": "z"}, {}))
+    ]
+    assert Teachers(models, "kind").names(groups) == ["a", "a", REST, REST, REST, REST]
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"teacher.values": ["a"]}, "teacher.paths: needs one teacher for each of the 1 teacher.values, got 0"),
+    ({}, "teacher.column: needs teacher.values and teacher.paths"),
+    ({"teacher.values": ["a", "a"], "teacher.paths": ["x", "x"]}, "teacher.values: names a value twice"),
+    ({"teacher.column": None, "teacher.values": ["a"]}, "teacher.values: has no effect while teacher.column"),
+    ({"teacher.values": ["a"], "teacher.paths": ["x"], "task.name": "addition", "task.train_file": None},
+     "teacher.column: is a column of data"),
+    ({"teacher.values": ["a"], "teacher.paths": ["none/here"]}, "teacher.paths .for 'a'. = none/here: there is no "),
+    ({"teacher.values": ["z"], "teacher.paths": ["."]}, "no row of the training data has z in its column 'kind', which "
+     "has a, b"),
+    ({"teacher.values": ["a"], "teacher.paths": ["."], "teacher.column": "sort"}, "no row of the training data has t"),
+], ids=str)
+def test_columns_that_do_not_fit_are_refused(changes: dict[str, Any], expected: str, teacher: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=expected):
+        base = by_column(tmp_path) | distilling(teacher, **{"teacher.column": "kind"})
+        base |= {key: [str(teacher)] if value == ["."] else value for key, value in changes.items()}
+        prepare(tiny_config(tmp_path, {k: v for k, v in base.items() if v is not None or k == "task.params"}))
 
 
 @pytest.mark.parametrize(
@@ -165,8 +235,9 @@ def test_memory_knows_the_teacher(teacher: Path, tmp_path: Path):
         assert found is not None
         return predict(config, replace(found.spec, num_layers=1), ranks, 80 << 30).others
 
-    model = build_teacher(tiny_config(tmp_path, distilling(teacher)))
-    assert model is not None
+    teachers = build_teachers(tiny_config(tmp_path, distilling(teacher)))
+    assert teachers is not None
+    model = teachers.models[REST]
     held = sum(m.published.numel() * 2 for m in model.published_modules())
     tables = 4 * (model.cos.numel() + model.sin.numel())
     assert others("bf16", 1) == others("bf16", 4) == held + tables

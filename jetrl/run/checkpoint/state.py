@@ -53,7 +53,7 @@ def find(config: Config, run_dir: Path) -> Path | None:
 
 def digests_of(session: Session) -> dict[str, str]:
     """`resume.data_digests` of a session."""
-    teacher = None if session.teacher is None else session.teacher.base_digest
+    teacher = None if session.teacher is None else session.teacher.digest
     return resume.data_digests(session.config, session.tokenizer, session.own, teacher)
 
 

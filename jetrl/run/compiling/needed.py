@@ -42,6 +42,7 @@ from jetrl.train.packing import packed
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, forward_rows, truncation_of, update
+from jetrl.train.teachers import REST, Teachers
 from jetrl.train.trainer import optimizer_step
 from jetrl.types import (
     Group,
@@ -236,7 +237,8 @@ def train(learner: Learner, config: Config) -> None:
         learner.model.publish()
         return
     reference = learner.model if config.rl.kl_coef else None
-    teacher = learner.model if config.teacher.path else None  # stands in: its own shapes compile at first use
+    # stands in for all teachers: their own shapes compile at first use
+    teacher = Teachers({REST: learner.model}) if config.teacher.path else None
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True, teacher=teacher)
     update(learner, batches, config, config.rl.critic_warmup_steps + 1)
     if config.rl.updates_per_step > 1:  # the policy's noise, and sets that truncated distributions keep

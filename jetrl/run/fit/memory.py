@@ -31,7 +31,7 @@ from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, recipe_of
 from jetrl.rollout.queue import shares
 from jetrl.run.fit.activations import activations, passing
-from jetrl.run.teacher import teacher_of
+from jetrl.run.teacher import teachers_of
 from jetrl.spec import ModelSpec
 from jetrl.train.offload import PIECE, SLOTS
 from jetrl.train.optim import MOMENT_BLOCK, eight_bit
@@ -264,7 +264,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
     if config.rl.kl_coef > 0 and not sizes.adapters:  # else it is their base
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
-    if (teacher := teacher_of(config)) is not None:  # whole on every rank
+    for teacher in teachers_of(config).values():  # whole on every rank
         theirs = sizes_of(teacher.spec, teacher.recipe)
         device += published_on_gpu(theirs, "float32", 1, False) + _tables(teacher.spec)
     if config.rl.clip == "calibrated":  # the policy in BF16, whole on every rank
@@ -368,11 +368,12 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
 
 def _judging(config: Config, tokens: int) -> int:
     """The most that a teacher's pass over a micro-batch makes and frees: a layer, or a chunk of logits."""
-    if (teacher := teacher_of(config)) is None:
-        return 0
-    v = teacher.spec.vocab_size
-    logits = 4 * v * min(tokens, max(128, FORWARD_ELEMENTS // v // 128 * 128))
-    return max(_forward_passing(teacher.spec, teacher.recipe, tokens), logits)
+    most = 0
+    for teacher in teachers_of(config).values():  # one after the other
+        v = teacher.spec.vocab_size
+        logits = 4 * v * min(tokens, max(128, FORWARD_ELEMENTS // v // 128 * 128))
+        most = max(most, _forward_passing(teacher.spec, teacher.recipe, tokens), logits)
+    return most
 
 
 def _forward_passing(spec: ModelSpec, recipe: Recipe, tokens: int) -> int:

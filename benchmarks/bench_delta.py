@@ -1,0 +1,85 @@
+"""Times of Gated DeltaNet's kernels on one GPU: a layer's forward over packed tokens, and a decode step.
+
+    python benchmarks/bench_delta.py            # sizes of the 9B model; results/delta.json
+    python benchmarks/bench_delta.py --tiny     # without a GPU: the definition at a small size, to see that it runs
+
+Three rounds, cases interleaved; medians and the spread. Decode steps have sequences at all phases of a chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from jetrl.kernels.delta.parts import HeadSizes, Parts, empty_state
+from jetrl.types import StateRows
+
+ROUNDS = 3
+
+
+def inputs(count: int, sizes: HeadSizes, device: str) -> tuple[torch.Tensor, ...]:
+    gen = torch.Generator().manual_seed(count)
+    hk, hv, dk, dv = sizes
+    q, k = (torch.nn.functional.normalize(torch.randn(count, hk, dk, generator=gen), dim=-1) for _ in "qk")
+    v, g = torch.randn(count, hv, dv, generator=gen), -torch.rand(count, hv, generator=gen)
+    beta = torch.rand(count, hv, generator=gen)
+    return tuple(t.to(device) for t in (q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta))
+
+
+def timed(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Milliseconds a call."""
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true")
+    tiny = parser.parse_args().tiny
+    device = "cpu" if tiny else "cuda"
+    if tiny:
+        from jetrl.kernels.delta.reference import delta_rule
+    else:
+        from jetrl.kernels.delta.triton import delta_rule
+    sizes = HeadSizes(1, 2, 16, 16) if tiny else HeadSizes(16, 32, 128, 128)
+    cases: dict[str, Callable[[], object]] = {}
+    for length, number in ((64, 2),) if tiny else ((1024, 32), (4096, 8), (32768, 1)):
+        x = inputs(length * number, sizes, device)
+        ends = torch.arange(number + 1, dtype=torch.int32, device=device) * length
+        parts = Parts(ends, (length,) * number)
+        cases[f"packed {number} x {length}"] = lambda x=x, p=parts: delta_rule(*x, p, None)
+    for batch in (2,) if tiny else (64, 256):
+        x, rows = inputs(batch, sizes, device), torch.arange(2, 2 + batch, device=device)
+        kept = empty_state(2 + batch, sizes, torch.bfloat16, device)
+        before = torch.arange(batch, dtype=torch.int32, device=device)  # all phases
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        parts = Parts(ends, (1,) * batch, before, StateRows(rows, rows))
+        cases[f"decode {batch}"] = lambda x=x, p=parts, kept=kept: delta_rule(*x, p, kept)
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    out = Path(__file__).parent / "results" / "delta.json"
+    for _ in range(ROUNDS):
+        for name, run in cases.items():
+            found[name].append(timed(run, device, 3 if tiny else 20))
+        if not tiny:
+            name = torch.cuda.get_device_name()
+            out.write_text(json.dumps({"gpu": name, "heads": list(sizes), "ms": found}, indent=1) + "\n")
+    for name, times in found.items():
+        print(f"{name:20s} {statistics.median(times):9.3f} ms   {min(times):.3f} to {max(times):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Cases of the kernels of Gated DeltaNet: whole sequences against the CPU's definition to rounding, and pieces, forks
+and single tokens against whole sequences bit for bit, as in `triton_cases.py`:
+`python tests/kernels/triton_delta_cases.py [part of a name]`, on a GPU or in the interpreter.
+
+In the interpreter a product adds 16 elements at a time to FP32 sums, as in `triton_attention_cases.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton_attention_cases as attention  # also makes the interpreter's products those of the definition
+import triton_cases as base
+import triton_portable_cases  # noqa: F401  (loops over numbers that a kernel computes)
+from torch import Tensor
+
+from jetrl.kernels.delta import reference
+from jetrl.kernels.delta import triton as td
+from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
+from jetrl.types import StateRows
+
+DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
+SMALL, LARGE = HeadSizes(1, 2, 16, 16), HeadSizes(2, 4, 128, 128)
+CHANNELS_EPS = 1e-6
+assert attention is not None
+
+
+def inputs(count: int, sizes: HeadSizes, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v in BF16, g, beta in FP32, on the CPU."""
+    gen = torch.Generator().manual_seed(seed)
+    hk, hv, dk, dv = sizes
+    q, k = (torch.nn.functional.normalize(torch.randn(count, hk, dk, generator=gen) + 0.3, dim=-1) for _ in "qk")
+    v = torch.randn(count, hv, dv, generator=gen)
+    g = -torch.rand(count, hv, generator=gen) * 0.2
+    return q.bfloat16(), k.bfloat16(), v.bfloat16(), g, torch.rand(count, hv, generator=gen)
+
+
+def parts_of(lengths: Sequence[int], before: Sequence[int] = (), rows: Any = None) -> Parts:
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE)
+    there = torch.tensor(before, dtype=torch.int32, device=DEVICE) if before else None
+    return Parts(ends, tuple(lengths), there, rows)
+
+
+def rule_cases() -> Iterator[tuple[str, Case]]:
+    def against_the_definition(lengths: list[int], sizes: HeadSizes) -> None:
+        x = inputs(sum(lengths), sizes, sum(lengths))
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        want = reference.delta_rule(*x, Parts(ends, tuple(lengths)), None).float()
+        got = td.delta_rule(*(t.to(DEVICE) for t in x), parts_of(lengths), None).cpu().float()
+        error = (got - want).norm() / want.norm()
+        assert error < 4e-3, f"relative error {error:.5f}"
+
+    def pieces(lengths: list[int], most: int, sizes: HeadSizes) -> None:
+        rng, count = random.Random(most), len(lengths)
+        xs = [tuple(t.to(DEVICE) for t in inputs(n, sizes, n)) for n in lengths]
+        together = tuple(torch.cat(t) for t in zip(*xs, strict=True))
+        whole = td.delta_rule(*together, parts_of(lengths), None).split(lengths)
+        kept = DeltaState(*(t.fill_(0.37) for t in empty_state(2 + 2 * count, sizes, torch.bfloat16, DEVICE)))
+        for tensor in kept:
+            tensor[0] = 0.0
+        free, row, done = list(range(2, 2 + 2 * count)), [0] * count, [0] * count
+        outs: list[list[Tensor]] = [[] for _ in lengths]
+        while any(n < length for n, length in zip(done, lengths, strict=True)):
+            chosen = [s for s in range(count) if done[s] < lengths[s] and rng.random() < 0.8]
+            if not chosen:
+                continue
+            sizes_now = [min(lengths[s] - done[s], rng.randint(1, most)) for s in chosen]
+            read = [row[s] for s in chosen]
+            for s in chosen:
+                if row[s] == 0 or rng.random() < 0.3:
+                    old, row[s] = row[s], free.pop(0)
+                    free += [old] if old else []
+            rows = StateRows(*(torch.tensor(r, device=DEVICE) for r in (read, [row[s] for s in chosen])))
+            spans = [(xs[s], done[s], done[s] + n) for s, n in zip(chosen, sizes_now, strict=True)]
+            cut = tuple(torch.cat(t) for t in zip(*[[t[a:b] for t in x] for x, a, b in spans], strict=True))
+            o = td.delta_rule(*cut, parts_of(sizes_now, [done[s] for s in chosen], rows), kept)
+            for s, n, one in zip(chosen, sizes_now, o.split(sizes_now), strict=True):
+                outs[s].append(one)
+                done[s] += n
+        fresh, rows = empty_state(1 + count, sizes, torch.bfloat16, DEVICE), torch.arange(1, 1 + count, device=DEVICE)
+        once = StateRows(torch.zeros_like(rows), rows)
+        td.delta_rule(*together, parts_of(lengths, [0] * count, once), fresh)
+        for s, length in enumerate(lengths):
+            equal(f"outputs of sequence {s}", torch.cat(outs[s]), whole[s])
+            equal(f"state of sequence {s}", kept.state[row[s]], fresh.state[1 + s])
+            for name, mine, theirs in zip(kept._fields[1:4], kept[1:4], fresh[1:4], strict=True):
+                live = length % CHUNK
+                equal(f"{name} of sequence {s}", mine[row[s]][:, :live], theirs[1 + s][:, :live])
+
+    sizes = SMALL if base.INTERPRET else LARGE
+    for lengths in ([1], [15, 16, 17], [63, 64, 65, 130], [200, 3]):
+        yield f"delta_rule {lengths}", partial(against_the_definition, lengths, sizes)
+    for most in (1, 7, 40, 150):
+        lengths = [5, 17, 66, 131] if base.INTERPRET else [1, 15, 16, 17, 63, 64, 65, 127, 129, 300]
+        yield f"pieces of up to {most} tokens", partial(pieces, lengths, most, sizes)
+    if not base.INTERPRET:
+        for wide in (HeadSizes(1, 1, 128, 128), HeadSizes(1, 3, 128, 128), HeadSizes(4, 4, 64, 128)):
+            yield f"pieces with heads {tuple(wide)}", partial(pieces, [70, 64, 140], 30, wide)
+
+
+def conv_cases() -> Iterator[tuple[str, Case]]:
+    def conv(sizes: HeadSizes) -> None:
+        gen, lengths = torch.Generator().manual_seed(1), [1, 2, 9, 21]
+        channels = sum(sizes.columns)
+        wide = torch.randn(sum(lengths), channels + 16, generator=gen).bfloat16()  # with the gate behind
+        weight = torch.rand(channels, 4, generator=gen).sub(0.5).bfloat16()
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        want = reference.conv_heads(wide[:, :channels], weight, sizes, Parts(ends, tuple(lengths)), None)
+        x, w = wide.to(DEVICE)[:, :channels], weight.to(DEVICE)
+        got = td.conv_heads(x, w, sizes, parts_of(lengths), None)
+        for name, mine, theirs in zip("qkv", got, want, strict=True):
+            error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+            assert mine.shape == theirs.shape and error < 2e-3, f"{name}: relative error {error:.5f}"
+        state = torch.full((5, 3, channels), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        state[0] = 0.0
+        long, outs, read = x[12:], [], 0
+        for at, n in ((0, 2), (2, 1), (3, 1), (4, 12), (16, 5)):
+            write = 3 if at < 4 else 2  # another row from then on
+            rows = StateRows(*(torch.tensor([r], device=DEVICE) for r in (read, write)))
+            outs.append(td.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
+            read = write
+            equal("kept rows", state[write], torch.nn.functional.pad(long[: at + n], (0, 0, 3, 0))[-3:])
+        for name, whole, cut in zip("qkv", got, zip(*outs, strict=True), strict=True):
+            equal(f"{name} in pieces", torch.cat(cut), whole[12:])
+
+    def gates(sizes: HeadSizes) -> None:
+        gen = torch.Generator().manual_seed(2)
+        z = torch.randn(33, 2 * sizes.value_heads, generator=gen) * 4
+        a, dt = (torch.randn(sizes.value_heads, generator=gen) for _ in range(2))
+        got = td.delta_gates(*(t.to(DEVICE) for t in (z, a, dt)))
+        for mine, theirs in zip(got, reference.delta_gates(z, a, dt), strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-6)
+
+    def gated(sizes: HeadSizes) -> None:
+        gen, (_, hv, _, dv) = torch.Generator().manual_seed(3), sizes
+        x, wide = (torch.randn(19, hv, n, generator=gen).bfloat16() for n in (dv, 2 * dv))
+        weight, gate = torch.rand(dv, generator=gen).bfloat16() + 0.5, wide[:, :, dv:]
+        there = wide.to(DEVICE)[:, :, dv:]
+        for got, want in (
+            (td.gated_norm(x.to(DEVICE), there, weight.to(DEVICE), 1e-6), reference.gated_norm(x, gate, weight, 1e-6)),
+            (td.output_gate(x.to(DEVICE), there), reference.output_gate(x, gate)),
+        ):
+            error = (got.cpu().float() - want.float()).norm() / want.float().norm()
+            assert got.shape == want.shape and error < 2e-3, f"relative error {error:.5f}"
+
+    sizes = SMALL if base.INTERPRET else LARGE
+    for name, case in (("conv_heads", conv), ("delta_gates", gates), ("gated_norm and output_gate", gated)):
+        yield name, partial(case, sizes)
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    return [case for kind in (rule_cases, conv_cases) for case in kind()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(base.main(all_cases()))

@@ -43,7 +43,7 @@ def _inverse(L_p, T_p, TB_p, first):
         for s in tl.static_range(t):
             row = row - tl.load(L_p + t * 16 + s) * rows[s]
         held = tl.load(T_p + t * 16 + c)
-        rows = rows + (tl.where(t < first, held, row),)
+        rows = rows + (tl.where(t < first, held, row),)  # type: ignore[assignment]
     for t in tl.static_range(16):
         tl.store(T_p + t * 16 + c, rows[t])
         tl.store(TB_p + t * 16 + c, rows[t].to(tl.bfloat16))

@@ -486,6 +486,9 @@ def test_resolve() -> None:
     on_gpu, on_cpu = resolve(config, cuda_available=True), resolve(config, cuda_available=False)
     assert (on_gpu.device, on_gpu.kernels) == ("cuda", "hopper")
     assert (on_cpu.device, on_cpu.kernels) == ("cpu", "reference")
+    for capability, kernels in (((9, 0), "hopper"), ((8, 0), "triton"), ((12, 0), "triton")):
+        assert resolve(config, cuda_available=True, capability=capability).kernels == kernels
+        assert resolve(on_gpu, cuda_available=True, capability=capability) == on_gpu, "what is set stays"
     assert resolve(on_gpu, cuda_available=True) == on_gpu
     forced = resolve(parse_config({**BASE, "device": "cpu"}), cuda_available=True)
     assert (forced.device, forced.kernels) == ("cpu", "reference")

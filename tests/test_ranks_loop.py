@@ -68,6 +68,17 @@ def both_runs(world: World, folder: Path, changes: list[dict[str, Any]]) -> list
 
 
 @pytest.mark.slow
+def test_given_answers_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Supervised fine-tuning: which rank encodes, packs and learns what changes nothing, nor the held-out loss."""
+    changes = FIXED | {
+        "method": "sft", "rollout": {}, "task.reward": None, "task.max_prompt_length": None, "train.max_length": 64,
+        "train.batch_size": 12, "train.steps": 2,
+    }
+    one = tiny_run(tmp_path / "one", changes)
+    assert run_ranks(rank_run, 2, tmp_path, changes) == [True, True]
+    assert_same_run(tmp_path / "runs" / "tiny", one)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_whole_run_has_the_bits_of_one_process(straight: Path, tmp_path: Path, size: int) -> None:
     (tmp_path / "ppo").mkdir()

@@ -17,6 +17,7 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, definition, select
+from jetrl.kernels.support import PORTABLE, capability
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
@@ -226,13 +227,15 @@ def begin(
 
 
 def check_gpus(config: Config, world: World) -> None:
-    """Refuse ranks with GPUs of different kinds: the order of sums belongs to the kind. A collective."""
-    kinds = world.gather(definition(config.kernels)) if world.size > 1 else []
-    if len(set(kinds)) > 1:
-        found = ", ".join(f"rank {rank}: {kind.split()[2]}" for rank, kind in enumerate(kinds))
+    """Refuse ranks with GPUs of different kinds where the order of sums belongs to the kind. A collective."""
+    if config.device == "cpu" or world.alone:
+        return
+    kinds = world.gather((config.kernels, list(capability() or ())))
+    if len({str(kind) for kind in kinds}) > 1 and any(kernels == PORTABLE for kernels, _ in kinds):
+        found = ", ".join(f"rank {rank} has {'.'.join(map(str, kind))}" for rank, (_, kind) in enumerate(kinds))
         raise UserError(
-            f"The GPUs of this run are of different kinds ({found}), and with kernels = "
-            f'"{config.kernels}" bits depend on the kind. Choose GPUs of one kind with CUDA_VISIBLE_DEVICES.'
+            f"The GPUs of this run are of different kinds: by compute capability, {found}. Bits depend on the kind: "
+            "choose GPUs of one kind with CUDA_VISIBLE_DEVICES, and start again."
         )
 
 

@@ -130,10 +130,8 @@ def test_gradients_are_those_of_the_expanded_form(shared: bool) -> None:
         assert (got.double() - exact).norm() / exact.norm() < 8e-3
 
 
-def test_a_backend_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch.require_latent.cache_clear()
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: SimpleNamespace())
-    with pytest.raises(UserError, match='kernels = "hopper" cannot compute latent attention'):
-        dispatch.require_latent("hopper")
-    dispatch.require_latent.cache_clear()
+def test_a_backend_without_a_certificate_is_refused() -> None:
+    with pytest.raises(UserError, match='kernels = "hopper_scaled_mm" cannot compute latent attention'):
+        dispatch.require_latent("hopper_scaled_mm")
+    assert "reference" in dispatch.LATENT
     assert latent_reference.latent_attend.__module__.endswith("latent_reference")

@@ -61,6 +61,17 @@ def route_case(kind: str, tokens: int, experts: int, k: int) -> None:
         equal("weights", got[1], want[1])
 
 
+def route_sigmoid_case(kind: str, tokens: int, experts: int, k: int, groups: int, kept: int) -> None:
+    z = logits_of(kind, tokens, experts)
+    bias = torch.randn(experts, generator=torch.Generator().manual_seed(1)) * (0.0 if kind == "ties" else 0.1)
+    for normalized in (True, False):
+        choice = rm.Choice(k, groups, kept, normalized, 2.446)
+        got = tr.route_sigmoid(z.to(DEVICE), bias.to(DEVICE), choice)
+        want = rm.route_sigmoid(z, bias, choice)
+        equal("chosen", got[0], want[0])
+        equal("weights", got[1], want[1])
+
+
 def group_case(tokens: int, experts: int, k: int, block: int, kind: str) -> None:
     chosen = chosen_of(tokens, experts, k, kind)
     got, want = tr.group(chosen.to(DEVICE), experts, block), rm.group(chosen, experts)
@@ -133,6 +144,9 @@ def sums_case(kind: str, d: int) -> None:
     padded[got.rows.flatten().cpu()] = y[want.rows.flatten()]
     on_device = padded.to(DEVICE)
     equal("combine", tm.combine(on_device, weights.to(DEVICE), got), rm.combine(y, weights, want))
+    shared = sample(37, d, kind)
+    added = tm.combine(on_device, weights.to(DEVICE), got, shared.to(DEVICE))
+    equal("combine with a shared row", added, rm.combine(y, weights, want, shared))
     equal("dispatch_backward", tm.dispatch_backward(on_device, got), rm.dispatch_backward(y, want))
 
 
@@ -275,6 +289,11 @@ def all_cases() -> list[tuple[str, Case]]:
         for kind in ("normal", "ties", "bad", "far"):
             for size in few(((9, 5, 2), (37, 128, 8), (700, 128, 8), (33, 60, 4))):
                 yield f"route {kind} {size}", partial(route_case, kind, *size)
+        for kind in ("normal", "ties", "far"):
+            sizes = [(9, 5, 2, 1, 1), (37, 24, 4, 4, 2), (13, 64, 6, 8, 3), (400, 256, 8, 8, 4), (300, 384, 8, 1, 1)]
+            for sigmoid in sizes:
+                if sigmoid[0] < 300 or not INTERPRET:
+                    yield f"route_sigmoid {kind} {sigmoid}", partial(route_sigmoid_case, kind, *sigmoid)
         sizes = [(1, 5, 2), (37, 16, 4), (3, 128, 8)]
         sizes += [(260, 160, 2), (310, 5, 1)] if INTERPRET else [
             (300, 128, 8), (5000, 128, 8), (20_000, 60, 4), (256, 128, 8), (512, 128, 8), (513, 128, 8),

@@ -294,6 +294,12 @@ def test_digest_of_a_flow_with_a_cache_in_bf16_is_what_it_was_before_there_was_a
     assert flow_digest(SPEC, recipe(kv_cache="bf16", head_dim=SPEC.head_dim)) == wanted["fp8"]
 
 
+def test_digest_covers_what_kernels_depend_on() -> None:
+    """Kernels that define no order of their own leave it as it was."""
+    plain, a100, l40s = (flow_digest(SPEC, recipe(), kernels) for kernels in ("", "triton 1 sm_80", "triton 1 sm_89"))
+    assert plain == flow_digest(SPEC, recipe()) and len({plain, a100, l40s}) == 3
+
+
 def test_digest_is_stable_over_processes() -> None:
     code = (
         "from jetrl.precision.flow import flow_digest; from jetrl.precision.recipe import build_recipe;"

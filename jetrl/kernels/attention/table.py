@@ -7,6 +7,9 @@ from functools import partial
 from jetrl.kernels.registry import Op
 
 _attend = partial(Op, reference="attention.reference", hopper="attention.flash", triton="attention.portable")
+_latent = partial(
+    Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None, triton=None
+)
 
 OPS = (
     _attend("attend"),
@@ -18,10 +21,10 @@ OPS = (
     Op("round_heads", reference="reference", hopper="attention.cache"),
     Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),
     Op("qkv_norm_rope_backward", reference="attention.reference", hopper="attention.heads"),
-    Op("prepare_latent", reference="attention.latent_reference", hopper=None),
-    Op("latent_absorb", reference="attention.latent_reference", hopper=None),
-    Op("latent_lift", reference="attention.latent_reference", hopper=None),
-    Op("latent_attend", reference="attention.latent_reference", hopper=None),
-    Op("latent_attend_cached", reference="attention.latent_reference", hopper=None),
-    Op("latent_backward", reference="attention.latent_reference", hopper=None),
+    _latent("prepare_latent"),
+    _latent("latent_absorb"),
+    _latent("latent_lift"),
+    _latent("latent_attend"),
+    _latent("latent_attend_cached"),
+    _latent("latent_backward"),
 )

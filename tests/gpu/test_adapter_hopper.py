@@ -1,7 +1,4 @@
-"""Adapters on a Hopper GPU: rows alone have the bits of rows in a batch, the definition, gradients, certificates.
-
-Written without a GPU at hand: not run yet.
-"""
+"""Adapters on a Hopper GPU: rows alone have the bits of rows in a batch, the definition, gradients, certificates."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def test_nothing_waits_until_they_are_taken() -> None:
 
 
 def test_a_digest_takes_the_time_of_one_read() -> None:
-    """At least a fifth of the memory's bandwidth: 140 GB of an 8B model then take 0.2 s a step at most. The best of
-    ten tries counts, as other tests may use the GPU at the same time."""
+    """At least a tenth of the memory's bandwidth: 140 GB of an 8B model then take 0.3 s a step at most. The best of ten
+    tries counts, as other tests may use the GPU at the same time."""
     value = torch.zeros(1 << 30, dtype=torch.float32, device=CUDA).view(-1, 4096)
 
     def seconds() -> float:
@@ -51,4 +51,4 @@ def test_a_digest_takes_the_time_of_one_read() -> None:
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    assert value.nbytes / min(seconds() for _ in range(10)) > 0.7e12
+    assert value.nbytes / min(seconds() for _ in range(10)) > 0.45e12

@@ -38,7 +38,7 @@ def test_an_agent_goes_on_in_a_copy_of_the_page_that_its_answer_had_begun(tmp_pa
     """Two agents go on from one answer, which ends in the middle of a page of 128: the learner's log-probs, and no more
     rows than the new tokens and the one that was drawn last."""
     folder = small_model(tmp_path / "tiny", hidden_size=128, intermediate_size=256, head_dim=64)
-    engine, about, _ = served_model(str(folder), "tiny", "fp8", "cuda", "", None, 0, 8, None)
+    engine, about, _ = served_model(str(folder), "tiny", "fp8", "cuda", "", None, 0, 8, 4096)
     policy, prompt = load_model(folder, "fp8", "cuda"), tuple(range(1, 181))
     (first,) = engine.generate([Request(0, prompt, SamplingParams(50, ignore_eos=True))])
     assert engine.stats is not None and about.max_position > 300

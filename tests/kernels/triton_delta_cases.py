@@ -25,8 +25,7 @@ from jetrl.types import StateRows
 
 DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
 SMALL, LARGE = HeadSizes(1, 2, 16, 16), HeadSizes(2, 4, 128, 128)
-CHANNELS_EPS = 1e-6
-assert attention is not None
+assert attention.DEVICE == DEVICE
 
 
 def inputs(count: int, sizes: HeadSizes, seed: int) -> tuple[Tensor, ...]:
@@ -92,10 +91,10 @@ def rule_cases() -> Iterator[tuple[str, Case]]:
                 equal(f"{name} of sequence {s}", mine[row[s]][:, :live], theirs[1 + s][:, :live])
 
     sizes = SMALL if base.INTERPRET else LARGE
-    for lengths in ([1], [15, 16, 17], [63, 64, 65, 130], [200, 3]):
+    for lengths in ([1], [15, 17, 66]) if base.INTERPRET else ([1], [15, 16, 17], [63, 64, 65, 130], [200, 3]):
         yield f"delta_rule {lengths}", partial(against_the_definition, lengths, sizes)
-    for most in (1, 7, 40, 150):
-        lengths = [5, 17, 66, 131] if base.INTERPRET else [1, 15, 16, 17, 63, 64, 65, 127, 129, 300]
+    for most in (20,) if base.INTERPRET else (1, 7, 40, 150):
+        lengths = [5, 17, 70] if base.INTERPRET else [1, 15, 16, 17, 63, 64, 65, 127, 129, 300]
         yield f"pieces of up to {most} tokens", partial(pieces, lengths, most, sizes)
     if not base.INTERPRET:
         for wide in (HeadSizes(1, 1, 128, 128), HeadSizes(1, 3, 128, 128), HeadSizes(4, 4, 64, 128)):

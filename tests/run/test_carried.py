@@ -12,9 +12,11 @@ import pytest
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.engine import engine as engine_module
+from jetrl.engine.engine import PagedEngine
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.rl.mismatch import SampleSize
+from jetrl.run import gather as gather_module
 from jetrl.run.carried import Carry, ess_told, lags
 from jetrl.run.checkpoint import suspended
 from jetrl.run.loop import run
@@ -258,3 +260,27 @@ def test_memory_is_predicted_for_all_that_is_under_way(tmp_path: Path) -> None:
     plain, more = (tiny_config(tmp_path, ragged({"rollout.overcommit": share, "eval.eval_interval": 0} | (
         {"rl.max_off_policy_steps": 2} if not share else {}))) for share in (0.0, 0.5))
     assert list(_asked(plain, 1)) == [(8, 56)] and list(_asked(more, 1)) == [(12, 56)]
+
+
+def test_without_overcommit_a_step_runs_none_of_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the feature costs where it is off: a look at the setting."""
+    from jetrl.rollout import carry, carry_turns
+    from jetrl.run import carried
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a function of carried answers ran")
+
+    for module, names in (
+        (carry, ("begin", "roll_on", "chosen", "Work")), (carry_turns, ("begin_talks", "talk_on")),
+        (carried, ("Carry", "begin", "roll_on", "begin_talks", "talk_on", "lags")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, fails)
+    monkeypatch.setattr(gather_module, "Carry", fails)
+    monkeypatch.setattr(PagedEngine, "suspend", fails)
+    monkeypatch.setattr(PagedEngine, "drawn", fails)
+    monkeypatch.setattr(suspended, "packed", fails)
+    off = {"rollout.overcommit": 0.0, "rl.max_off_policy_steps": 2, "train.steps": 1, "eval.eval_interval": 0}
+    assert "rollout/carried" not in numbers(tiny_run(tmp_path, ragged(off)))[-1]
+    with pytest.raises(AssertionError, match="a function of carried answers ran"):
+        tiny_run(tmp_path / "on", ragged({"train.steps": 1, "eval.eval_interval": 0}))

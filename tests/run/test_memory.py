@@ -327,6 +327,7 @@ KEPT_OF = {
     build_recipe("fp8", 3, wgrad="tile", saved_gate_up="fp8"),
     *(build_recipe(name, 3, wgrad="tile", lora=Lora(8, 32.0, targets)) for name in ("fp8", "w8a16", "bf16")
       for targets in (GROUPS["all"], ("k_proj", "up_proj"))),
+    *(build_recipe(name, 3, lora=Lora(8, 32.0, ("k_proj", "up_proj"), expert_rank=4)) for name in ("fp8", "bf16")),
 ], ids=lambda r: f"{r.name}-{r.wgrad}-{r.saved_gate_up}-{len(r.lora.targets) if r.lora else ''}")
 @pytest.mark.parametrize("shape", KEPT_OF)
 def test_blocks_keep_what_they_say(shape: str, recipe: Recipe, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:

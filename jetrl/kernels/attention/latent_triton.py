@@ -30,6 +30,8 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.types import PagedPlan, VarlenPlan
 
@@ -306,12 +308,10 @@ def latent_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`latent_reference.latent_backward` by FlashAttention-4, deterministic, with `lse` of the forward pass."""
     from jetrl.kernels.attention.flash import attend_backward
-    from jetrl.kernels.gemm.deepgemm import bf16_dgrad, bf16_gemm
-    from jetrl.kernels.gemm.operands import prepare_bf16
 
     n = sizes.heads
     c, shared = row.split((sizes.rank, sizes.rope), -1)
-    kv = bf16_gemm(c.contiguous(), prepare_bf16(w), q.dtype).view(-1, n, sizes.nope + sizes.value)
+    kv = gemm.bf16_gemm(c.contiguous(), gemm.prepare_bf16(w), q.dtype).view(-1, n, sizes.nope + sizes.value)
     k_nope, v = kv.split((sizes.nope, sizes.value), -1)
     k = torch.cat((k_nope, shared[:, None].expand(-1, n, -1)), -1)
     heads = (-1, n, sizes.value)
@@ -320,4 +320,4 @@ def latent_backward(
     )
     d_kv = torch.cat((dk[..., : sizes.nope], dv), -1).flatten(1)
     d_shared = dk[..., sizes.nope :].to(torch.float32).sum(1).to(row.dtype)
-    return dq, torch.cat((bf16_dgrad(d_kv, w), d_shared), -1), d_kv
+    return dq, torch.cat((backend_of(d_kv).bf16_dgrad(d_kv, w), d_shared), -1), d_kv

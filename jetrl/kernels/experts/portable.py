@@ -205,7 +205,7 @@ def grouped_wgrad_into(
     if rows:
         _wgrad_fp8_kernel[(triton.cdiv(k, _OUT), triton.cdiv(n, _OUT), experts)](
             dy_t[0], x_t[0], dy_t[1], x_t[1], groups.starts, groups.sizes, grad, n, k, dy_t[1].stride(1),
-            x_t[1].stride(1), OUT=_OUT, STAGES=3, num_warps=4, enable_fp_fusion=False,
+            x_t[1].stride(1), OUT=_OUT, STAGES=3, num_warps=8, enable_fp_fusion=False,
         )
 
 

@@ -81,7 +81,7 @@ class MoE(Block):
         the experts' output; where the experts are one function, both inputs are made again."""
         e, d = _experts(of.spec), of.spec.hidden_size
         f, inputs = e.intermediate_size, 0.0
-        if one_recipe(of.linear("gate_up"), of.linear("down")) is None:
+        if of.recipe.lora is not None or one_recipe(of.linear("gate_up"), of.linear("down")) is None:
             inputs = of.kept_input("gate_up", d) + of.kept_input("down", f)
         row = inputs + 4 * f + 2 * d + 4
         return 2 * d + 4 * e.count + 20 * e.per_token + row * expert_rows(of.spec, of.tokens) / of.tokens

@@ -73,7 +73,6 @@ SWALLOWERS = [
 REACHED_THROUGH = {
     "config/precedence": "config/load",
     "config/rollout": "config/sections",
-    "config/supervised": "config/sections",
     "config/teacher": "config/sections",
     "huggingface/config": "huggingface/read",
     "kernels/gemm/deepgemm": "kernels/gemm/table",
@@ -96,7 +95,6 @@ REACHED_THROUGH = {
     "engine/turns": "engine/scheduler",
     "run/compare": "cli",
     "tasks/protocol": "tasks/task",
-    "train/teachers": "run/teacher",
     "user_code/calls": "environments/conversations",
 }
 

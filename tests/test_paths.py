@@ -25,6 +25,7 @@ def test_paths_become_absolute_and_names_stay(tmp_path: Path, monkeypatch: pytes
         "output_dir": f"{tmp_path}/runs", "sft.cache_dir": f"{tmp_path}/home/cache",
         "model.tokenizer": "builtin:arithmetic", "task.reward": f"{tmp_path}/rw.py:reward",
         "rollout.engine": "package.module:Engine", "environment.name": "absent.py:Env", "checkpoint.resume": "auto",
+        "teacher.paths": (),
     }
     other = {key.split(".")[0] for key in holding("place", "file", "data", "code")}
     assert all(getattr(changed, k) == getattr(config, k) for k in type(config).model_fields if k not in other)

@@ -210,7 +210,8 @@ def test_parity_and_load_model_take_the_cache_that_a_precision_has(precision: st
 @pytest.mark.parametrize(
     ("switch", "off", "key"),
     [pair for pair in PAIRS if (pair[0], pair[2]) not in (
-        ("rollout.engine", "vllm.kv_scale_tokens"), ("precision", "rl.clip"))],  # they need another key, too
+        ("rollout.engine", "vllm.kv_scale_tokens"), ("precision", "rl.clip"),
+        ("rollout.overcommit", "environment.reply_tokens"))],  # they need another key, too
     ids=str)
 def test_what_depends_on_a_switch_gives_way_to_it(switch: str, off: Any, key: str, tmp_path: Path) -> None:
     """Stated in the file: dropped with a note, whether the switch is edited there or given on the line. On one line:

@@ -87,6 +87,7 @@ def segment(**changes: Any) -> Segment:
     given: dict[str, Any] = {
         "author": "policy", "tokens": (1, 2), "text": "x", "logprobs": (-0.5, math.nan), "reward": 0.5,
         "messages": ({"role": "tool", "content": "4"},), "opened": None, "spans": ((0, 3),),
+        "branch": None,
     }
     assert given.keys() == {field.name for field in fields(Segment)}
     return Segment(**given | changes)
@@ -165,8 +166,9 @@ def test_what_is_unpickled_passes_the_constructor() -> None:
             pickle.loads(data)
     writeable = pickle.loads(pickle.dumps(_Forged(make, (values[0], np.array([1, 2], np.int32), *values[2:]))))
     assert writeable == segment() and not writeable.tokens.flags.writeable
+    place = [field.name for field in fields(Segment)].index("spans")
     with pytest.raises(ValueError, match="spans"):
-        pickle.loads(pickle.dumps(_Forged(make, (*values[:-1], ((1, 3),)))))
+        pickle.loads(pickle.dumps(_Forged(make, (*values[:place], ((1, 3),), *values[place + 1 :]))))
 
 
 class _Forged:

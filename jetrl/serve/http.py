@@ -51,7 +51,7 @@ def slow_json(content: Any) -> bytes:
 try:  # an answer has thousands of numbers
     from orjson import dumps as compact_json
 except ModuleNotFoundError:  # an environment that was made before the extra had it
-    compact_json = slow_json
+    compact_json = slow_json  # type: ignore[assignment]
 
 
 class Answer(Response):

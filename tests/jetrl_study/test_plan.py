@@ -38,13 +38,14 @@ overrides = ["precision=bf16"]
 def test_shipped_studies_are_valid_and_their_configs_survive_a_file(name: str, tmp_path: Path) -> None:
     study = load_study(find_study(name))
     runs = all_planned(study, tmp_path)
-    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 9
+    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 6
     assert len({run.digest for run in runs}) == len(runs)
     for run in runs[: len(study.arms)]:
         path = written(tmp_path, to_toml(run.config), f"{run.name}.toml")
         assert load_config(path) == run.config and run.config.checkpoint.resume == "auto"
     assert study.against[0] in {arm.name for arm in study.arms} and len(study.seeds) >= 3
-    assert study.against[0] == "bf16" or name == "wgrad"
+    first = {"wgrad": study.against[0], "carry": "synchronous", "lora_quickstart": "whole"}.get(name, "bf16")
+    assert study.against[0] == first
 
 
 @pytest.mark.parametrize("name", ["h200_1k", "h200_4k", "h200_8k", "h200_wide"])

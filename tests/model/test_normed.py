@@ -16,7 +16,7 @@ from jetrl.model.fused_mlp import fused_mlp, fused_recipe, normed_mlp
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import accumulate_in
 from jetrl.model.normed import norm_before, normed_linear
-from jetrl.model.published import Published
+from jetrl.model.published import Norm
 from jetrl.precision.recipe import build_recipe
 
 T, D, F, EPS = 150, 136, 200, 1e-6
@@ -27,8 +27,8 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def norm_of() -> Published:
-    norm = Published((D,), torch.float32, BF16)
+def norm_of() -> Norm:
+    norm = Norm((D,), torch.float32, BF16)
     with torch.no_grad():
         norm.weight.copy_(1 + 0.1 * normal(D, seed=7))
     norm.publish()

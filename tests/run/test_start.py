@@ -38,7 +38,7 @@ def test_a_command_that_knows_no_ranks_says_so(
         as_rank(lambda: pytest.fail("it ran"), str, False)
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert "jetrl export runs in one process; train, eval, compare and parity can run in several." in said
+    assert "jetrl export runs in one process; train, sft, eval, compare and parity can run in several." in said
 
 
 def test_python_m_jetrl_is_the_command() -> None:

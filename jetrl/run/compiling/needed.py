@@ -8,6 +8,7 @@ rows, around 1,000 (a multiple of 64 among them), and above 4,096. Kernels do no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -141,7 +142,8 @@ def roll_out(model: Transformer, config: Config) -> None:
         logprobs=r.logprobs or "full",
     )
     engine = _engine(model, config)
-    ask = partial(asked, spec.vocab_size, params)
+    numbers = itertools.count(1)
+    ask = partial(asked, spec.vocab_size, params, numbers)
     engine.generate(ask([(1, min(new, longest - 1)) for new in shrinking(r.max_num_seqs)]))
     for rows in batch_counts(r.max_tokens_per_step or 0, spec.experts is not None):
         engine.generate(ask([(part, 1) for part in parts(rows, longest - 1)]))
@@ -158,7 +160,7 @@ def roll_out(model: Transformer, config: Config) -> None:
     same = ask([(min(5, longest - 1), 1)])[0]
     engine.generate([replace(same, id=i) for i in range(min(4, r.max_num_seqs))])  # samples of one prompt
     # evaluations draw from whole distributions, the most likely token
-    engine.generate(asked(spec.vocab_size, SamplingParams(1, temperature=0.0, ignore_eos=True), [(1, 2)]))
+    engine.generate(asked(spec.vocab_size, SamplingParams(1, temperature=0.0, ignore_eos=True), numbers, [(1, 2)]))
     for count, keys in many_keys(spec.num_kv_heads, r.page_size or 0, longest - 3, r.max_num_seqs):
         engine.generate(ask([(keys, 3)] * count))
     if _merges(config, spec):
@@ -195,12 +197,14 @@ def _engine(model: Transformer, config: Config, speculator: Speculator | None = 
 
 
 def asked(
-    vocabulary: int, params: SamplingParams, sizes: Sequence[tuple[int, int]], first: int = 0
+    vocabulary: int, params: SamplingParams, numbers: Iterator[int], sizes: Sequence[tuple[int, int]], first: int = 0
 ) -> list[Request]:
-    """Requests with so many tokens of a prompt and new ones; prompts differ in their first token."""
+    """Requests with so many tokens of a prompt and new ones. Prompts begin with one of `numbers` each, so that none goes
+    on from what the engine has kept of an earlier one."""
     return [
-        Request(first + i, ((first + i) % vocabulary, *[0] * (prompt - 1)), replace(params, max_tokens=new))
-        for i, (prompt, new) in enumerate(sizes)
+        Request(first + i, (n % vocabulary, n // vocabulary % vocabulary, *[0] * prompt)[:prompt],
+                replace(params, max_tokens=new))
+        for i, ((prompt, new), n) in enumerate(zip(sizes, numbers, strict=False))
     ]
 
 

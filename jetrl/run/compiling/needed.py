@@ -199,8 +199,8 @@ def _engine(model: Transformer, config: Config, speculator: Speculator | None = 
 def asked(
     vocabulary: int, params: SamplingParams, numbers: Iterator[int], sizes: Sequence[tuple[int, int]], first: int = 0
 ) -> list[Request]:
-    """Requests with so many tokens of a prompt and new ones. Prompts begin with one of `numbers` each, so that none goes
-    on from what the engine has kept of an earlier one."""
+    """Requests with so many tokens of a prompt and new ones. Prompts begin with one of `numbers` each: none
+    goes on from what the engine has kept of an earlier one."""
     return [
         Request(first + i, (n % vocabulary, n // vocabulary % vocabulary, *[0] * prompt)[:prompt],
                 replace(params, max_tokens=new))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty
@@ -24,7 +25,7 @@ _PERIOD = 0.05  # seconds between two looks at whether it is over
 GATEWAY = Gateway()
 
 
-class Spoken:
+class Spoken(ABC):
     """One conversation. `time_limit`: seconds for all of it; `forks`: whether calls may change the history; `ignore`:
     fields of calls that are not read, such as "temperature"."""
 
@@ -41,21 +42,21 @@ class Spoken:
         self.time_limit, self.forks, self.ignore = time_limit, forks, frozenset(ignore)
         self.call: Call | None = None  # the one that the policy answers now
 
+    @abstractmethod
     def begin(self, problem: dict[str, Any]) -> None:
         """Let it speak, to `self.episode`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def over(self) -> bool:
         """Whether it has ended without an error; ConversationFailed with one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scored(self) -> float | None:
         """The reward at its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """End what still speaks. Also where it never began."""
-        raise NotImplementedError
 
     def reset(self, problem: dict[str, Any]) -> Asked:
         """Begin; the messages of the first call."""

@@ -6,7 +6,7 @@ A backend has a function for each op of `registry.tables`, equal in meaning to t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels import tiles
-from jetrl.kernels.registry import Backend, load, tables
+from jetrl.kernels.registry import Backend, Op, load, tables
 from jetrl.kernels.support import CAPABILITY, PORTABLE, capability, require
 
-LATENT = ("reference", "hopper")  # backends with latent attention
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda", "triton": "cuda"}
 _serving = {"cpu": "reference", "cuda": "auto"}  # by type of device; `select` changes it
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
@@ -40,8 +39,9 @@ def load_backend(name: str) -> Backend:
 @cache
 def require_experts(name: str) -> Backend:
     """The backend `name`, if it has kernels for mixtures of experts; UserError else."""
-    return _with_folder(
-        name, "experts", 'mixtures of experts: set kernels = "hopper" on a GPU or "reference" on a CPU, or use a dense '
+    return _with(
+        name, tables()["experts"],
+        'mixtures of experts: set kernels = "hopper" on a GPU or "reference" on a CPU, or use a dense '
         "model"
     )
 
@@ -49,19 +49,29 @@ def require_experts(name: str) -> Backend:
 @cache
 def require_delta(name: str) -> Backend:
     """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
-    return _with_folder(
-        name, "delta", 'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
+    return _with(
+        name, tables()["delta"],
+        'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
         "as Qwen3"
     )
 
 
-def _with_folder(name: str, folder: str, what: str) -> Backend:
-    """The backend `name`, if it has all ops of a folder; UserError if it has none."""
-    backend, ops = load_backend(name), [op.name for op in tables()[folder]]
-    if missing := [op for op in ops if not hasattr(backend, op)]:
+@cache
+def require_latent(name: str) -> Backend:
+    """The backend `name`, if it has kernels for latent attention; UserError else."""
+    latent = [op for op in tables()["attention"] if "latent" in op.name]
+    return _with(
+        name, latent, 'latent attention (MLA), only hopper and reference (a CPU) can: set device = "cpu", or use a '
+        "model without it"
+    )
+
+
+def _with(name: str, ops: Sequence[Op], what: str) -> Backend:
+    """The backend `name`, if its rows have all these ops; UserError if they have none."""
+    if missing := [op.name for op in ops if name in DEVICE_OF and op.module(name) is None]:
         assert len(missing) == len(ops), f"backend {name} lacks {missing}"
         raise UserError(f'kernels = "{name}" cannot compute {what}.')
-    return backend
+    return load_backend(name)
 
 
 def definition(name: str) -> str:
@@ -72,17 +82,6 @@ def definition(name: str) -> str:
     """
     found = capability() if name == PORTABLE else None
     return "" if found is None else tiles.definition(found)
-
-
-@cache
-def require_latent(name: str) -> Backend:
-    """The backend `name`, if it has kernels for latent attention; UserError else."""
-    if name not in LATENT:
-        raise UserError(
-            f'kernels = "{name}" cannot compute latent attention (MLA), only hopper and reference (a CPU) can: set '
-            'device = "cpu", or use a model without it.'
-        )
-    return load_backend(name)
 
 
 def select(name: str) -> None:

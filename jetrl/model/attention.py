@@ -88,12 +88,15 @@ class Attention(Block):
         q, k = pointwise.rope(q, cos, sin), pointwise.rope(k, cos, sin)
         tap(f"{at}.rope_q", q)
         tap(f"{at}.rope_k", k)
-        v = v.contiguous()
+        return q, *self._rounded(k, v.contiguous(), tap)
+
+    def _rounded(self, k: Tensor, v: Tensor, tap: Tap) -> tuple[Tensor, Tensor]:
+        """Keys and values as the cache has them."""
         if self.fp8_kv:
             k, v = pointwise.round_heads(k), pointwise.round_heads(v)
-            tap(f"{at}.k.quantize", k)
-            tap(f"{at}.v.quantize", v)
-        return q, k, v
+            tap(f"{self.at}.k.quantize", k)
+            tap(f"{self.at}.v.quantize", v)
+        return k, v
 
     def _head_norm(self, norm: Norm, x: Tensor) -> Tensor:
         return pointwise.rms_norm(x, norm.weight, norm.factor, self.spec.rms_norm_eps)

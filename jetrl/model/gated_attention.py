@@ -81,12 +81,7 @@ class GatedAttention(Attention):
         q, k = (pointwise.rope(t[..., self.order], cos, sin) for t in (q, k))
         tap(f"{at}.rope_q", q)
         tap(f"{at}.rope_k", k)
-        v = v.contiguous()
-        if self.fp8_kv:
-            k, v = pointwise.round_heads(k), pointwise.round_heads(v)
-            tap(f"{at}.k.quantize", k)
-            tap(f"{at}.v.quantize", v)
-        return q, k, v
+        return q, *self._rounded(k, v.contiguous(), tap)
 
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         spec, batch = self.spec, context.batch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jetrl.kernels.attention import choice, decode_drafts
 from jetrl.kernels.attention.cache import read_cache, write_cache
-from jetrl.kernels.attention.reference import add_shared
+from jetrl.kernels.attention.reference import add_shared, copied
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.triton import quantize_act
 from jetrl.kernels.support import broken, flash_cache
@@ -59,20 +59,13 @@ def attend_varlen(
     With shared prompts each part's keys and values are first copied side by side.
     """
     _check(q)
-    k, v = _copied(k, v, plan)
+    k, v = copied(k, v, plan)
     keys = plan if plan.keys is None else plan.keys
     out = _flash_attn_fwd(
         q, k, v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=keys.cu_seqlens, max_seqlen_q=max(plan.lengths, default=0),
         max_seqlen_k=max(keys.lengths, default=0), softmax_scale=scale, causal=True, num_splits=1, return_lse=need_lse,
     )
     return out[0], out[1]
-
-
-def _copied(k: Tensor, v: Tensor, plan: VarlenPlan) -> tuple[Tensor, Tensor]:
-    """The keys and values that the parts see: `k` and `v` themselves, or copies [K, G, H]."""
-    if plan.keys is None:
-        return k, v
-    return k.index_select(0, plan.keys.rows), v.index_select(0, plan.keys.rows)
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
@@ -145,7 +138,7 @@ def attend_backward(
     """
     if out is None or lse is None:
         out, lse = attend_varlen(q, k, v, plan, scale, True)
-    k, v = _copied(k, v, plan)
+    k, v = copied(k, v, plan)
     keys = plan if plan.keys is None else plan.keys
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, grad, lse, softmax_scale=scale, causal=True, cu_seqlens_q=plan.cu_seqlens,

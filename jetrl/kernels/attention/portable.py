@@ -33,7 +33,7 @@ from torch import Tensor
 from jetrl.kernels import launch, tiles
 from jetrl.kernels.attention.cache import write_cache
 from jetrl.kernels.attention.portable_backward import gradients
-from jetrl.kernels.attention.reference import add_shared
+from jetrl.kernels.attention.reference import add_shared, copied
 from jetrl.kernels.launch import begin
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.e4m3 import held, values_of
@@ -185,7 +185,7 @@ def attend_varlen(
     With shared prompts each part's keys and values are first copied side by side.
     """
     _check(q)
-    k, v = _copied(k, v, plan)
+    k, v = copied(k, v, plan)
     starts = (plan if plan.keys is None else plan.keys).cu_seqlens
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
@@ -195,13 +195,6 @@ def attend_varlen(
     tile = few if longest * (q.shape[1] // k.shape[1]) <= few.rows else many
     _launch(q, k, v, None, None, plan.cu_seqlens, starts, longest, scale, out, lse, tile)
     return out, lse
-
-
-def _copied(k: Tensor, v: Tensor, plan: VarlenPlan) -> tuple[Tensor, Tensor]:
-    """The keys and values that the parts see: `k` and `v` themselves, or copies [K, G, H]."""
-    if plan.keys is None:
-        return k, v
-    return k.index_select(0, plan.keys.rows), v.index_select(0, plan.keys.rows)
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
@@ -259,7 +252,7 @@ def attend_backward(
     if out is None or lse is None:
         out, lse = attend_varlen(q, k, v, plan, scale, True)
     assert lse is not None
-    k, v = _copied(k, v, plan)
+    k, v = copied(k, v, plan)
     keys = plan if plan.keys is None else plan.keys
     dq, dk, dv = gradients(
         grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out, lse, plan.cu_seqlens, keys.cu_seqlens,

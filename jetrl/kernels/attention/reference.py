@@ -65,8 +65,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: floa
     """`attend` of packed sequences; `v` may have another size than keys: [T, N, value size]."""
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     starts, key_starts, depths = plan.cu_seqlens.tolist(), *_seen(plan)
-    if plan.keys is not None:
-        k, v = k[plan.keys.rows], v[plan.keys.rows]
+    k, v = copied(k, v, plan)
     for members, width, depth in _similar(list(plan.lengths), depths, q.shape[1]):
         rows, positions = _query_rows(members, width, starts, depths)
         keys = _query_rows(members, depth, key_starts, depths)[0].clamp_min(0)
@@ -79,6 +78,13 @@ def _seen(plan: VarlenPlan) -> tuple[list[int], list[int]]:
     """Where the keys that each part sees begin (one entry more than parts), and how many they are."""
     keys = plan if plan.keys is None else plan.keys
     return keys.cu_seqlens.tolist(), list(keys.lengths)
+
+
+def copied(k: Tensor, v: Tensor, plan: VarlenPlan) -> tuple[Tensor, Tensor]:
+    """The keys and values that the parts see: `k` and `v` themselves, or copies [K, G, H]."""
+    if plan.keys is None:
+        return k, v
+    return k.index_select(0, plan.keys.rows), v.index_select(0, plan.keys.rows)
 
 
 def add_shared(grad: Tensor, keys: SharedKeys, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,7 @@ from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.registry import Op
 from jetrl.kernels.update.gradient import Gradient
 
 E, K, D, F = 5, 2, 136, 72  # experts, of a token, width and feed-forward (no multiples of 128)
@@ -230,10 +229,11 @@ def test_gradients_of_the_router(in_place: bool) -> None:
 
 
 def test_a_backend_without_these_ops_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, some = ModuleType("without"), ModuleType("some")
-    some.route = None  # type: ignore[attr-defined]
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: without if name == "hopper" else some)
+    rows = dispatch.tables()["experts"]
+    without = [Op(op.name, reference=None, hopper=None) for op in rows]
+    monkeypatch.setattr(dispatch, "tables", lambda: {"experts": without})
     with pytest.raises(UserError, match=r'kernels = "hopper" cannot compute mixtures of experts: set'):
         dispatch.require_experts.__wrapped__("hopper")
-    with pytest.raises(AssertionError, match="backend other lacks"):
-        dispatch.require_experts.__wrapped__("other")
+    monkeypatch.setattr(dispatch, "tables", lambda: {"experts": [*without[1:], rows[0]]})
+    with pytest.raises(AssertionError, match="backend hopper lacks"):
+        dispatch.require_experts.__wrapped__("hopper")

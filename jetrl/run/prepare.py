@@ -56,6 +56,7 @@ class Prepared:
     environment: Factory | None
     eos_ids: frozenset[int]  # the tokens that end a completion
     given_answers: GivenAnswers | None = None  # of method = "sft": makes trajectories of them
+    adapters: Adapters | None = None  # those that `model.path` names
 
 
 def prepare(
@@ -104,7 +105,7 @@ def prepare(
         check_given(config, task, given)
     elif trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given, adapters_in(config))
 
 
 def in_steps(config: Config, task: Task) -> Config:
@@ -204,6 +205,12 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
     lora, found = lora_of(config.lora), adapters_in(config)
     if found is not None:
         _check_found(config, spec, lora, found)
+    if config.model.base_revision is not None and (found is None or found.local_base() is not None):
+        what = "no adapters" if found is None else f"adapters, whose base is the folder {found.local_base()}"
+        raise UserError(
+            f"model.base_revision = {config.model.base_revision!r} has no effect: model.path = {config.model.path} "
+            f"holds {what}. Leave it out."
+        )
     if lora is None:
         return
     _check_expert_rank(config, spec)
@@ -338,16 +345,28 @@ def spec_of(config: Config) -> ModelSpec:
 def model_source(config: Config, *, weights: bool = False) -> Path | None:
     """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random. Of
     adapters it is that of their base."""
-    m, found = config.model, adapters_in(config)
-    if found is not None:
-        return found.base_folder(weights)
-    return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
+    m = config.model
+    if m.path is None:
+        return None
+    folder = model_folder(m.path, m.revision, weights=weights)
+    found = _adapters_at(config, folder)
+    return folder if found is None else found.base_folder(weights)
 
 
 def adapters_in(config: Config) -> Adapters | None:
-    """The adapters in the folder of `model.path`; None where it is a model."""
-    path = config.model.path
-    return read_adapters(path) if path is not None and is_adapters(path) else None
+    """The adapters that `model.path` names, a folder or a name on the hub; None where it is a model."""
+    m = config.model
+    return None if m.path is None else _adapters_at(config, model_folder(m.path, m.revision, weights=False))
+
+
+def _adapters_at(config: Config, folder: Path) -> Adapters | None:
+    """The adapters in `folder`, which is that of `model.path`; None where it is a model. Their tensors are fetched:
+    they say which projections have adapters."""
+    m = config.model
+    if m.path is None or not is_adapters(folder):
+        return None
+    found = read_adapters(model_folder(m.path, m.revision))
+    return found if m.base_revision is None else replace(found, revision=m.base_revision)
 
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:

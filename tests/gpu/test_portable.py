@@ -163,7 +163,8 @@ def test_gradients_of_attention(heads: tuple[int, int, int], stems: tuple[int, .
 
 
 SHAPES = (
-    "random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe", "random:tiny-hybrid", "random:qwen3.5-0.8b:4",
+    "random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe", "random:tiny-hybrid", "random:tiny-hybrid-moe",
+    "random:qwen3.5-0.8b:4",
 )
 FLOWS = (("bf16", ""), *product(("w8a16", "fp8"), ("bf16", "fp8")))  # precision, and format of the cache
 MODELS = [(shape, *flow) for shape in SHAPES for flow in FLOWS]

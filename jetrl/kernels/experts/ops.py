@@ -152,6 +152,26 @@ def combine(y: Tensor, weights: Tensor, groups: Groups, shared: Tensor | None = 
     return _Combine.apply(y, weights, groups, shared)
 
 
+class _GateRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(x, logits)
+        return experts_backend_of(x).gate_rows(x, logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, logits = ctx.saved_tensors
+        dy, sig = dy.to(torch.float32), logits.sigmoid()
+        d_sig = (dy * x.to(torch.float32)).sum(-1, keepdim=True)
+        return (dy * sig).to(x.dtype), d_sig * (sig * (1.0 - sig))
+
+
+def gate_rows(x: Tensor, logits: Tensor) -> Tensor:
+    """`x * sigmoid(logit)`, rounded once, of the rows of `x` [T, D]; `logits` [T, 1] FP32."""
+    return _GateRows.apply(x, logits)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, groups: Groups) -> Tensor:

@@ -1,4 +1,4 @@
-"""The digests of a training step, by name: what its record compares it by (`kernels.update.digest` says what one is)."""
+"""The digests of a training step by name, by which its record is compared (`kernels.update.digest`: what one is)."""
 
 from __future__ import annotations
 

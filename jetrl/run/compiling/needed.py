@@ -34,9 +34,11 @@ from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.rl.losses import Stats
 from jetrl.run import setup
 from jetrl.run.own_parts import built_in
+from jetrl.run.replay.keeping import codes_of
 from jetrl.spec import ModelSpec
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.calibration import shadow_of
+from jetrl.train.digests import Digests
 from jetrl.train.likelihood import fit, mean_loss
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
@@ -250,7 +252,7 @@ def train(learner: Learner, config: Config) -> None:
     # stands in for all teachers: their own shapes compile at first use
     teacher = Teachers({REST: learner.model}) if config.teacher.path else None
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True, teacher=teacher)
-    update(learner, batches, config, config.rl.critic_warmup_steps + 1)
+    update(learner, batches, config, config.rl.critic_warmup_steps + 1, seen=(seen := Digests()))
     if config.rl.updates_per_step > 1:  # the policy's noise, and sets that truncated distributions keep
         logprob_pass(learner.model, batch, config.rollout.temperature, truncation_of(config))
     if config.rl.clip == "calibrated":
@@ -258,6 +260,7 @@ def train(learner: Learner, config: Config) -> None:
     if config.sft.steps:
         warm_start(learner.model, batch, config)
     learner.model.publish()
+    seen.add_parts("published", codes_of(learner.model))
 
 
 def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:

@@ -154,8 +154,8 @@ def _check_server(config: Config, server: TeacherServer, tokenizer: Any, spec: M
         raise UserError(
             f"{where} takes {about.most_tokens} tokens (max_model_len), and task.max_prompt_length + "
             f"rollout.max_response_length = {config.longest}"
-            f"{'' if about.draws_nothing else ', and one that it draws'}. Lower one of the two, or serve the teacher with "
-            "more."
+            f"{'' if about.draws_nothing else ', and one that it draws'}. Lower one of the two, or serve the teacher "
+            "with more."
         )
 
 

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from jetrl.config import Config
+from jetrl.config.teacher import is_url
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.cache import padded_batch
 from jetrl.engine.settings import EngineSettings
@@ -250,7 +251,8 @@ def train(learner: Learner, config: Config) -> None:
         return
     reference = learner.model if config.rl.kl_coef else None
     # stands in for all teachers: their own shapes compile at first use
-    teacher = Teachers({REST: learner.model}) if config.teacher.path else None
+    here = config.teacher.path and any(not is_url(path) for path in (config.teacher.path, *config.teacher.paths))
+    teacher = Teachers({REST: learner.model}) if here else None
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True, teacher=teacher)
     update(learner, batches, config, config.rl.critic_warmup_steps + 1, seen=(seen := Digests()))
     if config.rl.updates_per_step > 1:  # the policy's noise, and sets that truncated distributions keep

@@ -23,6 +23,19 @@ class FrontSettings:
     sessions_bytes: int = 256 << 20  # that it may take
 
 
+def settings_of(
+    host: str, api_key: str | None, max_requests: int, sessions: Path | None, sessions_mib: int
+) -> FrontSettings:
+    """Of `jetrl serve`'s options; UserError for what cannot be served, or recorded."""
+    require_extra()
+    require_key(host, api_key)
+    if sessions is not None:
+        from jetrl.serve.session_log import require_folder
+
+        require_folder(sessions)
+    return FrontSettings(api_key, max_requests, sessions=sessions, sessions_bytes=sessions_mib << 20)
+
+
 def require_extra() -> None:
     """UserError where the packages of the extra `serve` are missing."""
     if missing := [package for package in packages("serve") if not package.fits]:

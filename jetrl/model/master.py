@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.errors import UserError
+from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.shards import Part, Shard
 
@@ -104,9 +105,9 @@ class HoldsMasters(nn.Module):
         """Refresh the copies that the forward pass reads from the masters; what is frozen stays as it is."""
         raise NotImplementedError
 
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
         """Publish `value`, whole, of a frozen parameter, with the bits that `publish` makes of a master; it is not
-        kept."""
+        kept. Of codes it is what they stand for, or they themselves (`FlowLinear`)."""
         raise NotImplementedError
 
     def frozen_value(self, kind: str) -> Tensor:

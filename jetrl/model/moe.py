@@ -152,7 +152,7 @@ class Router(Published):
         if self._operand is not None:  # a captured decode step reads it directly
             self._operand = gemm.prepare_bf16(self.published, self._operand)
 
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
         super().publish_value(kind, value)
         self._operand = None
 

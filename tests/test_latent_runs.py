@@ -14,7 +14,7 @@ from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_ranks_loop import FIXED, assert_same_run, rank_run
-from tiny import numbers, tiny_config, tiny_run
+from tiny import numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.api import load_model
 from jetrl.config.shipped import find_recipe
@@ -26,10 +26,10 @@ from jetrl.run.prepare import prepare
 
 
 def test_one_rank_and_two_are_the_same_run(tmp_path: Path) -> None:
-    """FP8, shared prompts, a warm start, a reference policy: parity 0, and the bits of one process."""
+    """FP8, shared prompts, a warm start, a reference policy, frozen routers: parity 0, and the bits of one process."""
     changes = FIXED | LATENT | {
         "train.steps": 2, "rl.kl_coef": 0.01, "train.share_prompts": True,
-        "task.reward": f"{tmp_path}/one/reward.py:reward",
+        "task.reward": f"{tmp_path}/one/reward.py:reward", "train.freeze_router": True,
         "sft": {"steps": 2, "batch_size": 12, "lr": 1e-3, "cache_dir": str(tmp_path / "cache")},
     }
     alone = tiny_run(tmp_path / "one", changes)
@@ -49,6 +49,23 @@ def test_the_bias_of_a_checkpoint_is_fp32_and_never_moves(tmp_path: Path) -> Non
     config = json.loads((run / "checkpoints" / "step_000002" / "model" / "config.json").read_text())
     assert config["model_type"] == "deepseek_v3" and config["topk_method"] == "noaux_tc"
     assert certify(load_model(run, device="cpu").model, Workload(3, 12, 4, 5, 4), "saved", lambda text: None).ok
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "critic"])
+def test_a_resumed_run_has_its_bias(critic: bool, tmp_path: Path) -> None:
+    """The bias of `model.path`, which no update has: in the policy, the reference and a critic of its own."""
+    first = tiny_run(tmp_path / "a", LATENT | {"train.steps": 1, "checkpoint.save_interval": 1})
+    folder, name = first / "checkpoints" / "step_000001" / "model", "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(folder / "model.safetensors")
+    bias = torch.tensor([0.3, -0.2, 0.6, 0.1, 0.4, -0.5]) + 2**-20
+    save_file(tensors | {name: bias}, folder / "model.safetensors")
+    changes = {"model.arch": None, "model.path": str(folder), "checkpoint.save_interval": 1, "rl.kl_coef": 0.01}
+    changes |= {"rl.algo": "ppo", "rl.critic_lr": 3e-3} if critic else {}
+    straight = tiny_run(tmp_path / "b", changes | {"train.steps": 2})
+    run = tiny_run(tmp_path / "c", changes | {"train.steps": 1})
+    tiny_run(tmp_path / "c", changes | {"train.steps": 2, "checkpoint.resume": "auto"})
+    assert numbers(run)[-1] == numbers(straight)[-1] and weights_hash(run, 2) == weights_hash(straight, 2)
+    assert torch.equal(load_file(run / "checkpoints" / "step_000002" / "model" / "model.safetensors")[name], bias)
 
 
 def test_adapters_beside_its_linears(tmp_path: Path) -> None:

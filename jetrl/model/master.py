@@ -189,6 +189,12 @@ def frozen_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
+def frozen_parts(model: nn.Module) -> dict[str, Part]:
+    """By parameter that is frozen: its value, whole, as a part."""
+    values = {name: value() for name, value in frozen_values(model).items()}
+    return {name: Part(value, tuple(value.shape), 0) for name, value in values.items()}
+
+
 def values_for(other: nn.Module, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The value of each parameter of `other` in `model`, as `sharding.fill` wants them: both are cut alike."""
     masters, frozen, rows = masters_of(model), frozen_values(model), own_rows(other)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.experts import ops as moe
@@ -166,6 +166,11 @@ class Router(Published):
         if self._operand is None:
             self._operand = gemm.prepare_bf16(self.published)
         return moe.router_logits(x, self.masters["weight"].gradient, self.published, self._operand)
+
+
+def routers_of(model: nn.Module) -> list[str]:
+    """The parameters of the routers of a model that are tables: their biases are frozen anyway."""
+    return [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Router)]
 
 
 class MoE(Block):

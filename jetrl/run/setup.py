@@ -23,6 +23,7 @@ from jetrl.kernels.support import PORTABLE, capability
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
+from jetrl.model.moe import routers_of
 from jetrl.model.sharding import fill, shard_like, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import coded_weights
@@ -302,6 +303,8 @@ def build_model(
             activation_checkpointing=config.train.activation_checkpointing,
             lean_backward=config.train.lean_backward,
         )
+    if config.train.freeze_router:
+        model.freeze(routers_of(model))
     shard_model(model, world)
     source = on_every_rank(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jetrl.errors import Notice, UserError
-from jetrl.huggingface import fp8, hybrid
+from jetrl.huggingface import deepseek, fp8, hybrid
 from jetrl.huggingface.config import hf_config as hf_config
 from jetrl.huggingface.config import spec_from_hf as spec_from_hf
 from jetrl.huggingface.files import AGAIN, other_kind, read_json
@@ -100,16 +100,23 @@ def stored_parameters(
 ) -> Iterator[tuple[str, Tensor | QTensor]]:
     """`parameters_of` with those in `coded`, by our name, as codes and scales where the folder has these (`fp8`)."""
     folder = Path(folder)
-    files, table = _tensor_files(folder), tensor_table(spec)
-    left_out = () if spec.delta is None else hybrid.CARRIED
-    stored = {hybrid.canonical(name): name for name in files if not name.startswith(left_out)}
+    files, table = tensor_files(folder), tensor_table(spec)
+    left_out = spec.delta is not None  # of models with latent attention, `_check_names` tells them
+    stored = {hybrid.canonical(name): name for name in files if not (left_out and is_carried(name, spec))}
     tied_head = _check_names(folder, spec, fp8.without_scales(stored), table)
     return _read_files(folder, files, stored, table, tied_head, rows or {}, coded)
 
 
+def is_carried(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor of a folder is no part of the model `spec`, and yet belongs there: see `carried`."""
+    if spec.latent is not None:
+        return deepseek.is_mtp(name, spec.num_layers)
+    return spec.delta is not None and name.startswith(hybrid.CARRIED)
+
+
 def tensors_of(folder: Path, which: Callable[[str], bool]) -> dict[str, Tensor]:
     """The tensors of a folder whose stored names are chosen, as they are stored."""
-    files = {name: file for name, file in _tensor_files(folder).items() if which(name)}
+    files = {name: file for name, file in tensor_files(folder).items() if which(name)}
     found: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         with _open(folder / file) as handle:
@@ -183,12 +190,12 @@ def _check_names(
     present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if missing := sorted(wanted - present):
         raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
-    drafting = {name for name in present - wanted if _of_further_layer(name, spec)}
+    drafting = {name for name in present - wanted if is_carried(name, spec)}
     if drafting:
         warnings.warn(
             f"{folder}: {len(drafting)} tensors are of layers that draft further tokens (MTP), behind layer "
-            f"{spec.num_layers - 1}. They are no part of the policy: jetrl leaves them out, and its exports have none.",
-            Notice, stacklevel=2,
+            f"{spec.num_layers - 1}. They are no part of the policy, and are not trained: `jetrl export` carries them "
+            "through as they are here.", Notice, stacklevel=2,
         )
         present -= drafting
     tied_head = spec.tie_embeddings and "lm_head.weight" in present
@@ -198,13 +205,6 @@ def _check_names(
             "weights out would change the model. Check that config.json and the weights belong together."
         )
     return tied_head
-
-
-def _of_further_layer(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor belongs to a layer behind the last of a family that may have such for drafts."""
-    parts = name.split(".")
-    layered = spec.latent is not None and parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
-    return layered and int(parts[2]) >= spec.num_layers
 
 
 def _join(pieces: tuple[Piece, ...], start: int, stop: int, read: _Read, coded: bool) -> Tensor | QTensor:
@@ -230,11 +230,11 @@ def _check_shape(folder: Path, piece: Piece, shape: list[int]) -> None:
 def require_own(folder: Path) -> None:
     """UserError for a weights file of the folder that is a link to another place: a copy of the model would take in
     what lies there."""
-    for name in set(_tensor_files(folder).values()):
+    for name in set(tensor_files(folder).values()):
         inside(folder, name)
 
 
-def _tensor_files(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path) -> dict[str, str]:
     """Tensor name -> file of the folder; a single file wins over an index, as in transformers."""
     if (folder / SINGLE).is_file():
         with _open(folder / SINGLE) as handle:

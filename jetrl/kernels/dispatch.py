@@ -51,8 +51,7 @@ def require_delta(name: str) -> Backend:
     """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
     return _with(
         name, tables()["delta"],
-        'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
-        "as Qwen3"
+        'Gated DeltaNet: set kernels = "triton" (the portable kernels, of an H100 too) or device = "cpu"'
     )
 
 

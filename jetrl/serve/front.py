@@ -120,6 +120,8 @@ class Front:
         data = await self._body(request)
         ask = parse(data, self.about.name, self.about.vocab_size)
         session = self._session(request, data)
+        if session is not None and ask.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs: ask for them outside of sessions.", param="prompt_logprobs")
         choices = self._named(request, data, ask, session)
         job = _Job(self, ask, choices, f"{prefix}-{uuid.uuid4().hex}", kind, session)
         job.begin(request)
@@ -240,14 +242,20 @@ class _Job:
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
-        wanted = [(choice.id, choice.row, choice.sampling) for choice in self.choices]
+        link, drawn = self.front.link, [choice for choice in self.choices if choice.flight is None]
         try:
-            flights = self.front.link.submit(wanted, self.ask.stream, self.wake)
+            flights = link.submit([(choice.id, choice.row, choice.sampling) for choice in drawn],
+                                  self.ask.stream, self.wake)
+            for choice, flight in zip(drawn, flights, strict=True):
+                choice.flight = flight
+            if self.ask.prompt_logprobs is not None:
+                scores = link.score([choice.row for choice in self.choices], self.ask.prompt_logprobs, self.wake)
+                for choice, flight in zip(self.choices, scores, strict=True):
+                    choice.scores = flight
         except Refused:
             self.front.service.give_back(self.ask, self.session, self.choices)
+            link.leave([choice.flight for choice in drawn if choice.flight is not None], self.wake)
             raise
-        for choice, flight in zip(self.choices, flights, strict=True):
-            choice.flight = flight
         if self.session is not None:
             self.session.open_requests += 1
         self.gone = asyncio.create_task(disconnect(request))
@@ -295,7 +303,8 @@ class _Job:
 
     @property
     def _flights(self) -> list[Flight]:
-        return [choice.landed for choice in self.choices]
+        found = [flight for choice in self.choices for flight in (choice.flight, choice.scores)]
+        return [flight for flight in found if flight is not None]
 
     async def _change(self) -> None:
         await self.changed.wait()

@@ -18,14 +18,15 @@ from jetrl.config import Config
 from jetrl.kernels.logprob.truncation import Truncation
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.agreement import together
+from jetrl.parallel.agreement import gather_from_ranks, together
 from jetrl.rl.advantage import advantages
 from jetrl.rl.distill import reverse_kl, with_teacher
 from jetrl.rl.losses import kl_penalty
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
 from jetrl.train.step import Learner, Rows, forward_batch, forward_rows, truncation_of
-from jetrl.train.teachers import Teachers, with_rows_of
+from jetrl.train.teacher_server import TeacherServer
+from jetrl.train.teachers import Teachers, server_logprobs, with_rows_of
 from jetrl.train.trainer import NonFiniteError
 from jetrl.types import Group
 
@@ -89,14 +90,14 @@ def estimate(
     `given`: the groups have their advantages, which a function of the user's has made before; a teacher's part is in
     them.
 
-    NonFiniteError where what the advantages are made of is not finite. Collective.
+    NonFiniteError where what the advantages are made of is not finite; UserError where a teacher's server does not
+    answer. Collective.
     """
     rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world.replicas
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
     unified = unified and not any(batch.num_older_tokens for batch in packed)
     kl_in_reward = reference is not None and rl.kl_in == "reward"
-    teacher = None if given else teacher
     compared = reference is not None or teacher is not None
     own = not unified and (len(packed) > 1 or kl_in_reward or teacher is not None)
     truncation = truncation_of(config)
@@ -115,9 +116,10 @@ def estimate(
     kl = by_trajectory(world.gather(_token_kl(packed, config, unified)), lengths) if kl_in_reward else None
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
     of_teacher = None
-    if teacher is not None:
+    if teacher is not None and not given:
         names = teacher.names(groups)
-        of_teacher = by_trajectory(world.gather(_teacher_kl(teacher, names, packed, config, unified)), lengths)
+        parts = gather_from_ranks(world, lambda: _teacher_kl(teacher, names, packed, config, unified))
+        of_teacher = by_trajectory(parts, lengths)
     _check_finite("KL to the reference policy", kl, groups)
     _check_finite("KL to the teacher", of_teacher, groups)
     _check_finite("value", values, groups)
@@ -157,6 +159,9 @@ def _teacher_kl(
     # the column is only the way from rows to trajectories: these batches are gone after it
     found: dict[int, np.ndarray] = {}
     for name, model in teachers.models.items():
+        if isinstance(model, TeacherServer):
+            found |= server_logprobs(model, name, names, batches)
+            continue
         own = with_rows_of(name, names, batches)
         judged = [with_rows(b, "ref_logprobs", logprob_pass(model, b, temperature, truncation)) for b in own]
         found |= {place: column for place, column in held(judged, "ref_logprobs").items() if names[place] == name}

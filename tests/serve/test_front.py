@@ -444,3 +444,35 @@ def wait(holds: Any, seconds: float = 200.0) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_log_probs_of_prompts_are_the_learners_in_vllms_form(server: Served, client: Any) -> None:
+    prompts = [server.about.tokenizer.encode(text) for text in ("1 + 2 = 3", "ab", "one and one is two")]
+    for drawn in (0, 3):
+        status, body = call(f"{server.url}/v1/completions", {
+            "prompt": prompts, "prompt_logprobs": 4, "max_tokens": drawn, "temperature": 0.7,
+        })
+        assert status == 200 and [len(choice["prompt_logprobs"]) for choice in body["choices"]] == [*map(len, prompts)]
+        assert body["usage"]["completion_tokens"] == drawn * len(prompts)
+        for prompt, choice in zip(prompts, body["choices"], strict=True):
+            first, *rows = choice["prompt_logprobs"]
+            found = [row[str(token)]["logprob"] for token, row in zip(prompt[1:], rows, strict=True)]
+            assert first is None and f32(found) == server.policy.logprobs(prompt).numpy().tobytes()
+            for row in rows:
+                best = sorted(row.values(), key=lambda one: -one["logprob"])[:4]
+                assert [one["rank"] for one in best] == [1, 2, 3, 4] and len(row) in (4, 5)
+            assert rows[0][str(prompt[1])]["decoded_token"] == server.about.tokenizer.decode([prompt[1]])
+    whole = client.completions.create(model="tiny", prompt=prompts[0], max_tokens=1, extra_body={"prompt_logprobs": 0})
+    assert [*map(len, whole.choices[0].prompt_logprobs[1:])] == [1] * (len(prompts[0]) - 1)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"prompt_logprobs": -1}, "prompt_logprobs = -1: must be a whole number from 0 to 128"),
+    ({"prompt_logprobs": 0, "n": 2}, "they do not stream, and n must be 1"),
+    ({"prompt_logprobs": 0, "session_id": "a"}, "outside of sessions"),
+    ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1"),
+    ({"prompt_logprobs": 0, "max_tokens": 0, "prompt": [1] * 800}, "The prompt has 800 tokens"),
+], ids=str)
+def test_prompt_log_probs_that_are_refused(server: Served, changes: dict[str, Any], said: str) -> None:
+    status, body = call(f"{server.url}/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1} | changes)
+    assert status == 400 and said in body["error"]["message"], body

@@ -218,8 +218,10 @@ def learn(
     session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True
 ) -> list[Group]:
     """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
-    the groups with their advantages. `recorded`: they have them, and a function of the user's is not asked again."""
-    progress, given = session.progress, recorded and is_own(session.config.rl.adv_estimator)
+    the groups with their advantages. `recorded`: they have them, and neither a function of the user's nor a server
+    is asked again."""
+    progress, config = session.progress, session.config
+    given = recorded and (is_own(config.rl.adv_estimator) or bool(config.teacher.servers))
     learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), given)
     clip, _ = loop.updated(session, batches, step, seen)
     weights = publish(session.model, progress.weight_version + 1, session.flow_digest)

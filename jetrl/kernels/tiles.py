@@ -40,6 +40,17 @@ class Attention(NamedTuple):
     split: bool = False
 
 
+class Few(NamedTuple):
+    """Decode steps and drafts (`attention/portable_few.py`): rows that it takes at most, the least head size as a power
+    of two, steps on their way (each waits for its page first), warps, and rows of the product that sums the weights."""
+
+    rows: int
+    least_head: int
+    stages: int
+    warps: int
+    ones: int
+
+
 # (at most so many rows of tokens, tile, another), ...: the first that holds. The other tile is for weights that would
 # not cover the processors. Tokens are read once for each tile of the weight, so wide tiles are better.
 _GEMMS: dict[Kind, tuple[tuple[int | None, Gemm, Gemm], ...]] = {
@@ -78,6 +89,7 @@ _ATTENTION: dict[Kind, tuple[Attention, Attention]] = {  # of few rows (decode, 
     "wgmma": (Attention(64, 2, 4), Attention(128, 2, 8, True)),
     "tcgen05": (Attention(128, 2, 4), Attention(128, 2, 4)),
 }
+_FEW: dict[Kind, Few] = {"mma": Few(32, 16, 5, 4, 16), "wgmma": Few(32, 64, 5, 4, 64)}  # not yet for `tcgen05`
 
 
 def kind_of(capability: tuple[int, int]) -> Kind:
@@ -105,6 +117,18 @@ def _chosen(table: tuple[tuple[int | None, Gemm, Gemm], ...], rows: int, cols: i
 def attention(capability: tuple[int, int]) -> tuple[Attention, Attention]:
     """The tiles for few rows and for many."""
     return _ATTENTION[kind_of(capability)]
+
+
+def few(capability: tuple[int, int]) -> Few:
+    """The tile of decode steps, where `few_rows` is not 0."""
+    return _FEW[kind_of(capability)]
+
+
+def few_rows(capability: tuple[int, int], head_dim: int) -> int:
+    """Rows up to which a sequence's attention has exchanged places; 0: not on such a GPU, or for such heads. The keys
+    of a step and the elements of a head become rows of a product, and must be as many as its instruction takes."""
+    tile, padded = _FEW.get(kind_of(capability)), max(16, 1 << (head_dim - 1).bit_length())
+    return tile.rows if tile is not None and keys_for(head_dim) == KEYS and padded >= tile.least_head else 0
 
 
 def keys_for(head_dim: int) -> int:

@@ -39,6 +39,21 @@ def test_tiles_fit_in_shared_memory(capability: tuple[int, int]) -> None:
             assert held + 2 * tiles.keys_for(head) * head * 2 * one.stages <= 128 * 1024
 
 
+@pytest.mark.parametrize(("capability", "kind"), GPUS.items(), ids=str)
+def test_decode_steps_have_rows_enough_for_the_instruction(capability: tuple[int, int], kind: str) -> None:
+    """Of keys, of a head's elements, and of the ones that sum the weights; else the other kernel serves."""
+    for head in (8, 16, 32, 40, 64, 96, 128, 136, 256):
+        if not tiles.few_rows(capability, head):
+            continue
+        tile = tiles.few(capability)
+        padded = max(16, 1 << (head - 1).bit_length())
+        assert min(padded, tiles.keys_for(head), tile.ones) >= LEAST_ROWS[kind]
+        copies = 2 * tiles.keys_for(head) * padded * 2
+        assert 3 * copies <= 99 * 1024, "of BF16, three steps at most are on their way"
+    expected = {"mma": 9 - 2, "wgmma": 4, "tcgen05": 0}[kind]
+    assert sum(tiles.few_rows(capability, head) > 0 for head in (8, 16, 32, 40, 64, 96, 128, 136, 256)) == expected
+
+
 def test_what_the_digest_covers() -> None:
     """By hand; and every kind of GPU has a text of its own."""
     assert tiles.definition((8, 0)) == "triton 1 sm_80 mma keys 64"

@@ -15,7 +15,7 @@ ROWS = (1, 15, 16, 17, 63, 64, 65, 128, 129, 256, 257, 512, 40_000)
 def test_few_rows_have_the_instruction_of_many(capability: tuple[int, int], kind: str) -> None:
     assert tiles.kind_of(capability) == kind
     for rows in ROWS:
-        for cols in (1024, 4096, 6144, 151_936):
+        for cols in (1024, 4096, 6144, 24_576, 151_936):
             coded, tile = tiles.gemm_fp8(capability, rows, cols), tiles.gemm(capability, rows, cols)
             assert 128 % coded.cols == 0 and coded.step == 128, "a tile has one scale of a block"
             for one in (tile, coded):
@@ -30,7 +30,7 @@ def test_tiles_fit_in_shared_memory(capability: tuple[int, int]) -> None:
     """Of the operands, `stages` steps wait there: no more than 99 KiB, what sm_86 and sm_89 give to a program."""
     most = (99 if tiles.kind_of(capability) == "mma" else 160) * 1024
     for rows in ROWS:
-        for cols in (1024, 6144):
+        for cols in (1024, 6144, 24_576):
             for tile, size in ((tiles.gemm(capability, rows, cols), 2), (tiles.gemm_fp8(capability, rows, cols), 1)):
                 assert (tile.rows + tile.cols) * tile.step * size * tile.stages <= most
     for one in tiles.attention(capability):

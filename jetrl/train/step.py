@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
 from jetrl.rl.routing import RoutingCounts
 from jetrl.rl.routing import merged as merged_counts
+from jetrl.rl.top_k import top_k_kl
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.digests import UNSEEN, Digests
 from jetrl.train.merging import Part, merged
@@ -252,6 +253,7 @@ def _policy_update(
         unread = compared.add(micro, rows, routes, routing, batch.weight_version)
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
+        inputs = with_teacher_kl(model, micro, rows, inputs, config)
         loss, part = objective(inputs, config.rl, shares, of_tokens)
         loss = loss if not unread else loss * math.nan
         of_tokens |= unread
@@ -331,6 +333,18 @@ def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool
         ref_logprobs=column(micro.ref_logprobs), values=values, old_values=column(micro.values),
         returns=column(micro.returns),
     )
+
+
+def with_teacher_kl(model: Transformer, micro: MicroBatch, rows: Rows, inputs: Inputs, config: Config) -> Inputs:
+    """The inputs with the KL to the teacher at each row, where the micro-batch has the teacher's most probable
+    tokens."""
+    if micro.teacher_tokens is None:
+        return inputs
+    assert micro.teacher_logprobs is not None, "both columns come from one pass"
+    tokens, targets = micro.teacher_tokens[rows.index], micro.targets[rows.index]
+    of_policy = model.several_logprobs(rows.hidden, targets, rows.logprobs, tokens, config.rollout.temperature)
+    kl = top_k_kl(of_policy, micro.teacher_logprobs[rows.index])
+    return replace(inputs, teacher_kl=kl, teacher_weight=config.teacher.weight)
 
 
 def _critic_update(

@@ -222,6 +222,12 @@ def learn(
     is asked again."""
     progress, config = session.progress, session.config
     given = recorded and (is_own(config.rl.adv_estimator) or bool(config.teacher.servers))
+    if given and config.teacher.top_k:
+        raise UserError(
+            f"Step {step}: its update cannot be made again: teacher.top_k = {config.teacher.top_k}, and what "
+            f"{config.teacher.servers[0]} said of other tokens than the drawn ones was not kept. Replay logprobs or "
+            "rollout of the step after a checkpoint."
+        )
     learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), given)
     clip, _ = loop.updated(session, batches, step, seen)
     weights = publish(session.model, progress.weight_version + 1, session.flow_digest)

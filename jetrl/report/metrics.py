@@ -285,6 +285,10 @@ GROUPS = (
     Group("Sampling", "How a step came by its completions.", (
         Metric("data/epoch", "Epoch", "epochs",
                "Prompts taken so far over the rows of the data set. Absent where the task makes up problems."),
+        Metric("data/num_given", "Given answers", "answers",
+               "Answers of the data in the step, in place of the policy's own. Logged with `teacher.given_fraction`."),
+        Metric("data/num_given_tokens", "Tokens of given answers", "tokens",
+               "Those of them in the loss. Logged with `teacher.given_fraction`."),
         Metric("rollout/num_prompts_sampled", "Prompts sampled", "prompts",
                'With `rl.dynamic_sampling = "refill"`: prompts that the step sampled, all rounds included.',
                "Close to `rollout.prompts_per_step`."),

@@ -147,6 +147,22 @@ def joined(parts: Sequence[PackedBatch]) -> PackedBatch:
     return replace(parts[0], micro_batches=tuple(every[n] for n in numbers), numbers=numbers)
 
 
+def with_behind(batch: PackedBatch, given: PackedBatch) -> PackedBatch:
+    """One update of both; the micro-batches of `given`, as such, come behind the others."""
+    micros = tuple(
+        replace(m, given=True, sequence_ids=torch.where(m.sequence_ids < 0, -1, m.sequence_ids + batch.num_sequences))
+        for m in given.micro_batches
+    )
+    return replace(
+        batch, micro_batches=batch.micro_batches + micros,
+        numbers=batch.numbers + tuple(batch.num_micro_batches + n for n in given.numbers),
+        num_micro_batches=batch.num_micro_batches + given.num_micro_batches,
+        num_sequences=batch.num_sequences + given.num_sequences,
+        num_loss_tokens=batch.num_loss_tokens + given.num_loss_tokens,
+        sequence_tokens=batch.sequence_tokens + given.sequence_tokens, prompts=batch.prompts + given.prompts,
+    )
+
+
 def denominators(
     batch: PackedBatch, max_response_length: int, masked_sequences: MaskedSequences = "drop"
 ) -> Denominators:

@@ -120,7 +120,7 @@ def estimate(
         names, judged = teacher.names(groups), dict[int, Judged]()
 
         def judge() -> dict[int, np.ndarray]:
-            judged.update(_judged(teacher, names, packed, config, learner.model.spec.vocab_size))
+            judged.update(judged_by(teacher, names, packed, config, learner.model.spec.vocab_size))
             policy = held(packed, "rollout_logprobs" if unified else "old_logprobs")
             return reverse_kl(policy, {place: one.logprobs for place, one in judged.items()})
 
@@ -163,7 +163,7 @@ def with_top(batches: Sequence[PackedBatch], judged: Mapping[int, Judged], top: 
     return scattered(found, "teacher_logprobs", logprobs, np.empty((0, top), np.float32))
 
 
-def _judged(
+def judged_by(
     teachers: Teachers, names: Sequence[str], batches: Sequence[PackedBatch], config: Config, vocab: int
 ) -> dict[int, Judged]:
     """What the teachers say of the policy's tokens of each trajectory that is `held`, [P] each. `names`: the teacher of

@@ -250,10 +250,10 @@ def _policy_update(
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
         rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep, truncation)
         seen.add("logprobs", rows.logprobs)
-        unread = compared.add(micro, rows, routes, routing, batch.weight_version)
+        unread = compared.add(micro, rows, routes, routing, batch.weight_version) if not micro.given else {}
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
-        inputs = with_teacher_kl(model, micro, rows, inputs, config)
+        inputs = with_teacher_kl(model, micro, rows, without_policy(inputs, config) if micro.given else inputs, config)
         loss, part = objective(inputs, config.rl, shares, of_tokens)
         loss = loss if not unread else loss * math.nan
         of_tokens |= unread
@@ -332,6 +332,16 @@ def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool
         rollout_logprobs=sampled, sequence_ids=micro.sequence_ids[rows.index], old_logprobs=old,
         ref_logprobs=column(micro.ref_logprobs), values=values, old_values=column(micro.values),
         returns=column(micro.returns),
+    )
+
+
+def without_policy(inputs: Inputs, config: Config) -> Inputs:
+    """The inputs of given answers, as if this policy had drawn them, without advantages: no term but the entropy's has
+    a gradient, and statistics count them at ratio 1."""
+    own = inputs.logprobs.detach()
+    return replace(
+        inputs, advantages=torch.zeros_like(own), rollout_logprobs=own,
+        old_logprobs=None if inputs.old_logprobs is None else own, ref_logprobs=own if config.rl.kl_coef else None,
     )
 
 

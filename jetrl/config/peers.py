@@ -56,7 +56,7 @@ LoRA is on with lora.rank, and has no dropout, bias, DoRA or 4-bit base | TRL: u
 the divergence is the reverse KL, and with teacher.top_k all other tokens are one outcome | TRL: loss_add_tail
   reverse_kl_top_1_mode
 teacher.path may be an address | TRL: use_teacher_server
-adapters are read from a folder in model.path | verl: lora_adapter_path
+adapters are read from model.path, a folder or a name on the hub | verl: lora_adapter_path
 jetrl has no reward models: rewards are functions, task.reward | TRL: reward_model_path; verl: reward_model
   reward_model.*
 only Adam's moments can leave the GPU, by train.offload_optimizer | verl: param_offload enable_activation_offload

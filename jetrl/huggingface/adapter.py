@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
-from jetrl.huggingface.files import AGAIN, read_json
+from jetrl.huggingface.files import ADAPTER_CONFIG, ADAPTER_RECORD, ADAPTER_WEIGHTS, AGAIN, read_json
 from jetrl.huggingface.provenance import record
 from jetrl.huggingface.write import sync
 from jetrl.model.block import Piece
@@ -31,7 +32,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.untrusted import inside
 
-CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "jetrl_adapter.json"
+CONFIG, WEIGHTS, RECORD = ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_RECORD
 PREFIX = "base_model.model."  # of PEFT, before the base's own names
 EXPERTS = r"experts\.\d+\.\w+"  # the projections of experts, in PEFT's `rank_pattern`
 NOT_OURS = ("config.json",)  # of a model's small files: it is the base's
@@ -85,13 +86,30 @@ class Adapters:
     trained: Mapping[str, Any] | None = None
     digest: str | None = None
 
-    def base_folder(self, weights: bool = True) -> Path:
-        """The folder of the base: beside the checkpoint that this is of, or where `base` leads."""
+    def local_base(self) -> Path | None:
+        """The folder of the base on this disk, beside the checkpoint that this is of or where `base` leads; None for a
+        name on the hub. UserError if it is neither."""
         beside = self.folder.absolute().parents[1] / "base"
         if self.folder.name == "model" and beside.is_dir():
             return beside
+        with self._needs_base():
+            return hub.on_disk(self.base)
+
+    def base_folder(self, weights: bool = True) -> Path:
+        """The folder of the base, from the hub where it is a name there (`weights` as in `hub.model_folder`)."""
+        local = self.local_base()
+        if local is not None:
+            return local
+        with self._needs_base():
+            found = hub.model_folder(self.base, self.revision, weights=weights)
+            if is_adapters(found):
+                raise UserError(f"{self.base} holds adapters as well, and no model.")
+        return found
+
+    @contextmanager
+    def _needs_base(self) -> Iterator[None]:
         try:
-            return hub.model_folder(self.base, self.revision, weights=weights)
+            yield
         except UserError as error:
             raise UserError(f"{self.folder} holds adapters of {self.base}, and that is needed too. {error}") from None
 

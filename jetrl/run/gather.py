@@ -74,9 +74,7 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     config = session.config
     if config.supervised:
         return _given(session, clock)
-    rollouts: list[Rollout] = []
-    scores: list[Scored] = []
-    given: list[Group] = []
+    rollouts, scores, given = list[Rollout](), list[Scored](), list[Group]()
     place, in_turns = session.progress.num_prompts, session.conversations is not None
     tell_state(session.progress.step, config.train.steps)
     carry = Carry(session, step) if config.rollout.overcommit else None
@@ -119,10 +117,9 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         raise common(UserError(why))
     groups_of_all = [group for rollout in rollouts for group in rollout.groups]
     whole = Rollout(groups_of_all, list(failed), in_turns, merged_parts(rollouts))
-    stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
+    stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"]) | given_stats(given)
     if config.environment.name == TOOLS:
         stats |= tool_stats(groups_of_all)
-    stats |= given_stats(given)
     first = session.progress.num_prompts
     if carry is not None:
         stats |= carry.stats(learnt, clock.seconds["rollout"])

@@ -117,15 +117,8 @@ def estimate(
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
     of_teacher, top = None, config.teacher.top_k
     if teacher is not None and (top or not given):
-        names, judged = teacher.names(groups), dict[int, Judged]()
-
-        def judge() -> dict[int, np.ndarray]:
-            judged.update(judged_by(teacher, names, packed, config, learner.model.spec.vocab_size))
-            policy = held(packed, "rollout_logprobs" if unified else "old_logprobs")
-            return reverse_kl(policy, {place: one.logprobs for place, one in judged.items()})
-
-        of_teacher = by_trajectory(gather_from_ranks(world, judge), lengths)
-        packed = with_top(packed, judged, top) if top else packed
+        names = teacher.names(groups)
+        of_teacher, packed = _with_judgement(teacher, names, packed, learner, config, unified, lengths)
     _check_finite("KL to the reference policy", kl, groups)
     _check_finite("KL to the teacher", of_teacher, groups)
     _check_finite("value", values, groups)
@@ -142,6 +135,23 @@ def estimate(
     if returns is not None:
         packed = fill(packed, "returns", returns)
     return filled, packed, stats
+
+
+def _with_judgement(
+    teacher: Teachers, names: Sequence[str], batches: list[PackedBatch], learner: Learner, config: Config,
+    unified: bool, lengths: Sequence[int],
+) -> tuple[list[np.ndarray | None], list[PackedBatch]]:
+    """Policy's log-prob minus the teacher's, one array [P] float64 for each trajectory; and the batches with the
+    columns of the teacher's most probable tokens, if the loss has them. Collective."""
+    top, found = config.teacher.top_k, dict[int, Judged]()
+
+    def judge() -> dict[int, np.ndarray]:
+        found.update(judged_by(teacher, names, batches, config, learner.model.spec.vocab_size))
+        policy = held(batches, "rollout_logprobs" if unified else "old_logprobs")
+        return reverse_kl(policy, {place: one.logprobs for place, one in found.items()})
+
+    kl = by_trajectory(gather_from_ranks(learner.world.replicas, judge), lengths)
+    return kl, with_top(batches, found, top) if top else batches
 
 
 def _check_finite(what: str, columns: Sequence[np.ndarray | None] | None, groups: Sequence[Group]) -> None:

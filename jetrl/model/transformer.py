@@ -369,9 +369,9 @@ class Transformer(nn.Module):
         gradient = head.masters["weight"].gradient
         return logprob.token_logprobs(hidden, gradient, head.published, operand, targets, temperature, keep, support)
 
-    def top_tokens(self, hidden: Tensor, count: int) -> Tensor:
-        """The most probable tokens of each row, the first one first: int64 [T, count]."""
-        return several.top_tokens(hidden, self.head_operand(), self.spec.vocab_size, count)
+    def top_tokens(self, hidden: Tensor, count: int, vocab: int | None = None) -> Tensor:
+        """The most probable tokens of each row, the first one first: int64 [T, count]. `vocab`: of so many alone."""
+        return several.top_tokens(hidden, self.head_operand(), vocab or self.spec.vocab_size, count)
 
     def several_logprobs(
         self, hidden: Tensor, targets: Tensor, logprobs: Tensor, tokens: Tensor, temperature: float

@@ -101,6 +101,10 @@ def check_teacher(config: Config, tokenizer: Any, spec: ModelSpec) -> None:
                 f"{key_of(name)} = {path}: there is no such folder. Further teachers are folders or runs on this "
                 "machine, or addresses of servers; fetch one from the hub first."
             )
+    if config.teacher.top_k > spec.vocab_size:
+        raise UserError(
+            f"teacher.top_k = {config.teacher.top_k}, and the policy has {spec.vocab_size} tokens. Lower it."
+        )
     for name, teacher in teachers_of(config).items():
         _check(config, name, paths_of(config)[name], teacher, tokenizer, spec)
     for server in servers_of(config).values():

@@ -23,13 +23,13 @@ Tensors = Mapping[str, tuple[Tensor, torch.dtype]]
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder holds more than the model that is trained."""
-    return bool(names_of(folder)) or hf.read_config(folder).get("model_type") == hybrid.NESTED
+    return bool(names_of(folder)) or hf.read_config(folder).get("model_type") in hybrid.NESTED
 
 
 def may_hold_more(folder: Path) -> bool:
     """The same by config.json alone, whose weights need not be there."""
     config = hf.read_config(folder)
-    return config.get("model_type") == hybrid.NESTED or deepseek.mtp_layers(config) > 0
+    return config.get("model_type") in hybrid.NESTED or deepseek.mtp_layers(config) > 0
 
 
 def names_of(folder: Path) -> list[str]:
@@ -50,7 +50,7 @@ def completed(
     rest = hf.tensors_of(folder, lambda name: name in names)
     if not config.get("quantization_config"):
         rest = fp8.widened(rest)
-    if base.get("model_type") != hybrid.NESTED:
+    if base.get("model_type") not in hybrid.NESTED:
         layers = {key: base[key] for key in deepseek.MTP_KEYS if base.get(key) is not None}
         whole, named = {**config, **layers}, dict(tensors)
     else:
@@ -66,7 +66,7 @@ def completed(
 
 def _kept(modules: Iterable[str], base: Mapping[str, Any], rest: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """The lists of modules that are not FP8, with the carried ones."""
-    nested = base.get("model_type") == hybrid.NESTED
+    nested = base.get("model_type") in hybrid.NESTED
     found = [hybrid.nested_name(name) if nested else name for name in modules]
     plain = (name for name, t in rest.items() if t.ndim > 1 and name + fp8.SUFFIX not in rest)
     found += sorted(name.removesuffix(".weight") for name in plain if not name.endswith(fp8.SUFFIX))

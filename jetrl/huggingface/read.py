@@ -103,8 +103,10 @@ def stored_parameters(
     files, table = tensor_files(folder), tensor_table(spec)
     left_out = spec.delta is not None  # of models with latent attention, `_check_names` tells them
     stored = {hybrid.canonical(name): name for name in files if not (left_out and is_carried(name, spec))}
-    tied_head = _check_names(folder, spec, fp8.without_scales(stored), table)
-    return _read_files(folder, files, stored, table, tied_head, rows or {}, coded)
+    joined = {} if spec.delta is None else hybrid.joined(stored, spec)
+    names = ({*fp8.without_scales(stored)} - {place.name for place in joined.values()}) | joined.keys()
+    tied_head = _check_names(folder, spec, names, table)
+    return _read_files(folder, files, stored, joined, table, tied_head, rows or {}, coded)
 
 
 def is_carried(name: str, spec: ModelSpec) -> bool:
@@ -125,8 +127,9 @@ def tensors_of(folder: Path, which: Callable[[str], bool]) -> dict[str, Tensor]:
 
 
 def _read_files(
-    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], table: Mapping[str, tuple[Piece, ...]],
-    tied_head: bool, rows: Mapping[str, tuple[int, int]], coded: Collection[str],
+    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], joined: Mapping[str, hybrid.Within],
+    table: Mapping[str, tuple[Piece, ...]], tied_head: bool, rows: Mapping[str, tuple[int, int]],
+    coded: Collection[str],
 ) -> Iterator[tuple[str, Tensor | QTensor]]:
     with ExitStack() as stack:
         handles = {file: stack.enter_context(_open(folder / file)) for file in sorted(set(files.values()))}
@@ -135,11 +138,16 @@ def _read_files(
                 raise UserError(f"{folder / file} lacks the tensor {name}, although {INDEX} lists it there. {AGAIN}")
 
         def read(piece: Piece, start: int, stop: int) -> Tensor | QTensor:
-            name = stored[piece.name]
-            handle, scales = handles[files[name]], stored.get(piece.name + fp8.SUFFIX)
-            _check_shape(folder, piece, handle.get_slice(name).get_shape())
-            whole = stop - start == piece.shape[0]
-            tensor = handle.get_tensor(name) if whole else handle.get_slice(name)[start:stop]
+            place, scales = joined.get(piece.name), stored.get(piece.name + fp8.SUFFIX)
+            name = stored[piece.name if place is None else place.name]
+            handle = handles[files[name]]
+            held = handle.get_slice(name)
+            if place is not None:
+                _check_shape(folder, Piece(name, (*place.whole, piece.shape[1])), held.get_shape())
+                tensor = held[place.expert, place.first + start : place.first + stop]
+            else:
+                _check_shape(folder, piece, held.get_shape())
+                tensor = handle.get_tensor(name) if stop - start == piece.shape[0] else held[start:stop]
             is_coded = tensor.dtype == torch.float8_e4m3fn and tensor.ndim == 2
             if is_coded and scales is not None:
                 scale = handles[files[scales]].get_tensor(scales)

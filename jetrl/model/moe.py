@@ -168,11 +168,6 @@ class Router(Published):
         return moe.router_logits(x, self.masters["weight"].gradient, self.published, self._operand)
 
 
-def routers_of(model: nn.Module) -> list[str]:
-    """The parameters of the routers of a model that are tables: their biases are frozen anyway."""
-    return [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Router)]
-
-
 class MoE(Block):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -275,3 +270,9 @@ class MoE(Block):
             "gate_up.weight": tuple(Piece(f"{e}{x}_proj.weight", (F, D)) for e in experts for x in ("gate", "up")),
             "down.weight": tuple(Piece(f"{e}down_proj.weight", (D, F)) for e in experts),
         }
+
+
+def routers_of(model: nn.Module) -> list[str]:
+    """The parameters that are tables of routers: their biases are frozen anyway, and a shared expert's gate chooses
+    nothing."""
+    return [f"{name}.router.weight" for name, module in model.named_modules() if isinstance(module, MoE)]

@@ -41,8 +41,8 @@ NOT_YET = {  # what families that look alike have and jetrl lacks
 
 
 class Within(NamedTuple):
-    """A matrix within a tensor of all experts: the tensor, the expert, the first row; how many experts and rows the
-    tensor has."""
+    """A matrix in a tensor of all experts: the tensor, the expert, the first row, and the tensor's experts and rows.
+    """
 
     name: str
     expert: int

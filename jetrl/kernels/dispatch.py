@@ -109,6 +109,11 @@ def backend_of(x: Tensor) -> Backend:
     return _instead.get(device.type) or load_backend(_name_for(device))
 
 
+def untapped_backend_of(x: Tensor) -> Backend:
+    """The same, whatever `served_by` has put in its place: for what looks at a computation and is no part of it."""
+    return load_backend(_name_for(x.device))
+
+
 def experts_backend_of(x: Tensor) -> Backend:
     """The same, for the ops of mixtures of experts."""
     return require_experts(_name_for(x.device))

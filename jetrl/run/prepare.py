@@ -31,6 +31,7 @@ from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.given import GivenAnswers
+from jetrl.run.mixed import check_mixed
 from jetrl.run.own_parts import load_own_parts
 from jetrl.run.teacher import check_rows, check_teacher, key_of, paths_of, teachers_of
 from jetrl.spec import DeltaSpec, ModelSpec
@@ -57,6 +58,8 @@ class Prepared:
     environment: Factory | None
     eos_ids: frozenset[int]  # the tokens that end a completion
     given_answers: GivenAnswers | None = None  # of method = "sft": makes trajectories of them
+    mixed_answers: GivenAnswers | None = None  # of teacher.given_fraction
+    adapters: Adapters | None = None  # those that `model.path` names
 
 
 def prepare(
@@ -105,7 +108,11 @@ def prepare(
         check_given(config, task, given)
     elif trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given)
+    mixed = GivenAnswers(config, tokenizer, ends) if trains and config.num_given else None
+    if mixed is not None:
+        check_mixed(config, task, sample(task, tokenizer, 0, config.rollout.prompts_per_step, config), mixed)
+    adapters = adapters_in(config)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given, mixed, adapters)
 
 
 def in_steps(config: Config, task: Task) -> Config:
@@ -218,6 +225,12 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
     lora, found = lora_of(config.lora), adapters_in(config)
     if found is not None:
         _check_found(config, spec, lora, found)
+    if config.model.base_revision is not None and (found is None or found.local_base() is not None):
+        what = "no adapters" if found is None else f"adapters, whose base is the folder {found.local_base()}"
+        raise UserError(
+            f"model.base_revision = {config.model.base_revision!r} has no effect: model.path = {config.model.path} "
+            f"holds {what}. Leave it out."
+        )
     if lora is None:
         return
     _check_expert_rank(config, spec)
@@ -352,16 +365,28 @@ def spec_of(config: Config) -> ModelSpec:
 def model_source(config: Config, *, weights: bool = False) -> Path | None:
     """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random. Of
     adapters it is that of their base."""
-    m, found = config.model, adapters_in(config)
-    if found is not None:
-        return found.base_folder(weights)
-    return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
+    m = config.model
+    if m.path is None:
+        return None
+    folder = model_folder(m.path, m.revision, weights=weights)
+    found = _adapters_at(config, folder)
+    return folder if found is None else found.base_folder(weights)
 
 
 def adapters_in(config: Config) -> Adapters | None:
-    """The adapters in the folder of `model.path`; None where it is a model."""
-    path = config.model.path
-    return read_adapters(path) if path is not None and is_adapters(path) else None
+    """The adapters that `model.path` names, a folder or a name on the hub; None where it is a model."""
+    m = config.model
+    return None if m.path is None else _adapters_at(config, model_folder(m.path, m.revision, weights=False))
+
+
+def _adapters_at(config: Config, folder: Path) -> Adapters | None:
+    """The adapters in `folder`, which is that of `model.path`; None where it is a model. Their tensors are fetched:
+    they say which projections have adapters."""
+    m = config.model
+    if m.path is None or not is_adapters(folder):
+        return None
+    found = read_adapters(model_folder(m.path, m.revision))
+    return found if m.base_revision is None else replace(found, revision=m.base_revision)
 
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:

@@ -234,6 +234,9 @@ def test_peft_loads_ours_and_we_load_peft_s(plain: tuple[Path, Transformer], exp
         logits = adapted(torch.tensor([tokens])).logits[0, :-1]
     theirs = logits.log_softmax(-1)[torch.arange(7), torch.tensor(tokens[1:])]
     assert float((load_model(exported).logprobs(tokens) - theirs).abs().max()) < 0.02
+    by_transformers = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    with torch.no_grad():  # it finds the base by its name
+        assert float((by_transformers(torch.tensor([tokens])).logits[0, :-1] - logits).abs().max()) < 1e-4
     adapted.save_pretrained(tmp_path / "theirs")
     found, ours = read_adapters(tmp_path / "theirs"), read_adapters(exported)
     assert found.lora == ours.lora and found.digest is None

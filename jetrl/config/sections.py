@@ -314,6 +314,11 @@ class Config(Section):
         return "train.max_length" if self.supervised else "task.max_prompt_length + rollout.max_response_length"
 
     @property
+    def num_given(self) -> int:
+        """How many of a step's prompts have a given answer in place of the policy's own (distillation)."""
+        return round(self.teacher.given_fraction * self.rollout.prompts_per_step)
+
+    @property
     def per_step(self) -> tuple[int, str]:
         """How many rows of the data a step takes, and the key that says so."""
         if self.supervised:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jetrl.chat.tokenizer import BUILTIN_PREFIX
 from jetrl.config import Config
+from jetrl.config.teacher import is_url
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
 from jetrl.run.prepare import adapters_in
@@ -46,6 +47,8 @@ def pinned(config: Config, before: Iterable[Pin] = ()) -> tuple[Config, list[Pin
     for section, key, revision_key, kind in _NAMES:
         table = getattr(config, section)
         name, asked = getattr(table, key), getattr(table, revision_key)
+        if section == "teacher" and is_url(name):
+            continue
         if name is None or name.startswith(BUILTIN_PREFIX) or hub.on_disk(name, asked, kind) is not None:
             continue
         if section == "teacher" and Path(name).parent == Path(config.output_dir):  # the hub may have such a name

@@ -103,7 +103,7 @@ class Session:
     conversations: EnvironmentPool | None = None  # None: single answers
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
-    given_answers: GivenAnswers | None = None  # of method = "sft"
+    given_answers: GivenAnswers | None = None  # of method = "sft", and of a distillation that has some
     teacher: Teachers | None = None  # of a distillation
     adapters: Adapters | None = None  # those that the run goes on from
     progress: Progress = field(default_factory=Progress)
@@ -198,7 +198,7 @@ def build(
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given, own=own, teacher=teacher,
-        adapters=plan.adapters, given_answers=plan.given_answers,
+        adapters=plan.adapters, given_answers=plan.given_answers or plan.mixed_answers,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
         pending=Pending(Beside() if evaluates else beside(config, plan.spec, world), before=before),
     )

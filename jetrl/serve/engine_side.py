@@ -115,7 +115,7 @@ def serve_engine(
     side, told = _Side(engine, connection), 0.0
     try:
         while not stop():
-            while connection.poll(0 if engine.has_work or side.scores else beat / 2):
+            while pipe.ready(connection, 0 if engine.has_work or side.scores else beat / 2):
                 side.take(pipe.receive(connection))
             if side.scores:
                 side.score()

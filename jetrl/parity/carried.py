@@ -1,6 +1,6 @@
 """The certificate's link of answers that are carried over updates (`rollout.overcommit`).
 
-    w  sequences suspended twice, which go on under other weights by prefill = training forward with each token's version
+    w  sequences suspended twice, continued under other weights by prefill = training forward with each token's version
 
 Other weights are the same ones with half of every norm's elements times 1.25, and then with the other half: keys and
 values of every layer change, and the link takes no second model. What is changed is put back.
@@ -97,7 +97,7 @@ def _spans(ended: Completion) -> Spans:
 
 @dataclass(slots=True)
 class _Found:
-    """`carried` sequences that all versions drew from; `unlike` log-probs that the last weights alone would not give."""
+    """`carried`: sequences that all versions drew from; `unlike`: log-probs that the last weights would not give."""
 
     rows: int = 0
     different: int = 0

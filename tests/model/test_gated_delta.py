@@ -335,6 +335,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         layout(SPEC, build_recipe("bf16", 3), "refuse", "cpu")
     monkeypatch.setattr(dispatch, "load_backend", lambda name: object())
     for name in ("hopper", "hopper_scaled_mm"):
-        with pytest.raises(UserError, match=f'kernels = "{name}" cannot compute Gated DeltaNet: set kernels = "triton"'):
+        said = f'kernels = "{name}" cannot compute Gated DeltaNet: set kernels = "triton"'
+        with pytest.raises(UserError, match=said):
             dispatch.require_delta.__wrapped__(name)
     assert ops.delta_rule.__doc__ and json.dumps(SPEC.delta.layers) == "[0, 2]"  # type: ignore[union-attr]

@@ -54,7 +54,8 @@ def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict
     assert [link.link for link in result.links] == ["a", "b", "c", "v", "s", "w"]
     assert all(link.max_abs_diff == 0.0 and link.first_difference is None for link in result.links)
     lengths = [link.rows for link in result.links]
-    assert lengths[0] == lengths[1] > 40 and min(lengths[2:4]) > 20 and lengths[4] > 45 and lengths[5] == 45, "they have compared too little"
+    assert lengths[0] == lengths[1] > 40 and min(lengths[2:4]) > 20 and lengths[4] > 45, "they have compared too little"
+    assert lengths[5] == WORK.num_sequences * WORK.new_tokens
     written = json.loads(json.dumps(result.to_json()))
     assert written["bit_equal"] is True
     assert written["kv_cache"] == ("e4m3[1x16,pow2]" if "kv_cache" in options else "bf16")
@@ -258,7 +259,8 @@ def test_the_packed_forward_is_the_one_that_is_differentiated(monkeypatch: pytes
 
     monkeypatch.setattr(linear._FP8Linear, "forward", staticmethod(off))
     *others, shared, carried = certificate("fp8").links
-    assert not any(link.ok for link in (*others, carried)) and shared.ok, "link s has the learner's functions on both sides"
+    assert not any(link.ok for link in (*others, carried))
+    assert shared.ok, "link s has the learner's functions on both sides"
 
 
 def test_the_link_of_merged_prefixes_asks_for_steps_that_merge() -> None:

@@ -494,7 +494,11 @@ def serve(
     max_requests: Annotated[int, typer.Option(min=1, help="Open requests; beyond these, clients get 429.")] = 1024,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
     kv_cache_tokens: Annotated[int, typer.Option(
-        min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
+        min=0, help="Size of an engine's KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
+    nproc: Annotated[int | None, typer.Option(
+        "--nproc", min=1, help="Engines, each with all weights in a process and on a GPU of its own (on CPUs: any "
+        "number). Sessions are dealt to them.",
+    )] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, with token ids and the sampler's exact log-probs."""
     from jetrl.serve.address import FrontSettings, listen, require_extra, require_key
@@ -502,17 +506,12 @@ def serve(
     require_extra()
     require_key(host, api_key)
     listener = listen(host, port)  # before the model is loaded: a port that is taken is told at once
-    from jetrl.api import served_model
-    from jetrl.serve.server import serve as run_server
+    from jetrl.api import serve_model
 
-    engine, about, formats = served_model(
-        model, name, precision, device, kv_cache, revision, seed, max_num_seqs, kv_cache_tokens or None
+    serve_model(
+        model, name, revision, (precision, device, kv_cache), (seed, max_num_seqs, kv_cache_tokens or None),
+        nproc or 1, listener, FrontSettings(api_key, max_requests), out,
     )
-    out.print(wrapped(formats), style="dim")
-    limits = FrontSettings(api_key, max_requests)
-    run_server(engine, about, listener, limits, lambda url: out.print(
-        f"Serving {about.name} at {url}/v1 (Ctrl-C ends it)", markup=False
-    ))
 
 
 @app.command()

@@ -362,14 +362,15 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
     """
     m = config.model
     tokenizer, revision = m.tokenizer, m.tokenizer_revision
-    if tokenizer is None and not hf.has_tokenizer(folder):
+    adapters = is_adapters(folder)
+    if tokenizer is None and not hf.has_tokenizer(folder) and not adapters:  # adapters have at least their base's
         tokenizer, revision = m.path, m.revision
     elif hf.has_tokenizer(folder) and not any(split_override(text)[0] in _TOKENIZER for text in overrides):
         builtin = tokenizer is not None and tokenizer.startswith(BUILTIN_PREFIX)
         if not (builtin and is_arithmetic(hf.load_tokenizer_from(folder))):
             tokenizer = revision = None
     model = ModelConfig(path=str(folder), tokenizer=tokenizer, tokenizer_revision=revision)
-    lora = LoraConfig(**read_adapters(folder).settings()) if is_adapters(folder) else LoraConfig()
+    lora = LoraConfig(**read_adapters(folder).settings()) if adapters else LoraConfig()
     return config.model_copy(update={"model": model, "lora": lora})
 
 

@@ -21,7 +21,7 @@ Tensors = Mapping[str, tuple[Tensor, torch.dtype]]
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder holds more than the text model."""
-    return hf.read_config(folder).get("model_type") == hybrid.NESTED
+    return hf.read_config(folder).get("model_type") in hybrid.NESTED
 
 
 def completed(

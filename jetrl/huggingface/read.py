@@ -92,8 +92,10 @@ def parameters_of(
     files, table = _tensor_files(folder), tensor_table(spec)
     left_out = () if spec.delta is None else hybrid.CARRIED
     stored = {hybrid.canonical(name): name for name in files if not name.startswith(left_out)}
-    tied_head = _check_names(folder, spec, stored, table)
-    return _read_files(folder, files, stored, table, tied_head, rows or {})
+    joined = {} if spec.delta is None else hybrid.joined(stored, spec)
+    names = ({*stored} - {place.name for place in joined.values()}) | joined.keys()
+    tied_head = _check_names(folder, spec, names, table)
+    return _read_files(folder, files, stored, joined, table, tied_head, rows or {})
 
 
 def tensors_of(folder: Path, which: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -107,8 +109,8 @@ def tensors_of(folder: Path, which: Callable[[str], bool]) -> dict[str, Tensor]:
 
 
 def _read_files(
-    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], table: Mapping[str, tuple[Piece, ...]],
-    tied_head: bool, rows: Mapping[str, tuple[int, int]],
+    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], joined: Mapping[str, hybrid.Within],
+    table: Mapping[str, tuple[Piece, ...]], tied_head: bool, rows: Mapping[str, tuple[int, int]],
 ) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
         handles = {file: stack.enter_context(_open(folder / file)) for file in sorted(set(files.values()))}
@@ -117,11 +119,16 @@ def _read_files(
                 raise UserError(f"{folder / file} lacks the tensor {name}, although {INDEX} lists it there. {AGAIN}")
 
         def read(piece: Piece, start: int, stop: int) -> Tensor:
-            name = stored[piece.name]
+            place = joined.get(piece.name)
+            name = stored[piece.name if place is None else place.name]
             handle = handles[files[name]]
-            _check_shape(folder, piece, handle.get_slice(name).get_shape())
-            whole = stop - start == piece.shape[0]
-            tensor = handle.get_tensor(name) if whole else handle.get_slice(name)[start:stop]
+            held = handle.get_slice(name)
+            if place is not None:
+                _check_shape(folder, Piece(name, (*place.whole, piece.shape[1])), held.get_shape())
+                tensor = held[place.expert, place.first + start : place.first + stop]
+            else:
+                _check_shape(folder, piece, held.get_shape())
+                tensor = handle.get_tensor(name) if stop - start == piece.shape[0] else held[start:stop]
             if tensor.dtype not in READ_DTYPES:
                 raise UserError(
                     f"{folder / files[name]}: {name} is stored as {tensor.dtype}; jetrl starts from bfloat16, "

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.errors import UserError
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob import several
 from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.adapter import first_values, is_adapter
@@ -367,3 +368,15 @@ class Transformer(nn.Module):
         head, operand = self.head, self.head_operand()
         gradient = head.masters["weight"].gradient
         return logprob.token_logprobs(hidden, gradient, head.published, operand, targets, temperature, keep, support)
+
+    def top_tokens(self, hidden: Tensor, count: int, vocab: int | None = None) -> Tensor:
+        """The most probable tokens of each row, the first one first: int64 [T, count]. `vocab`: of so many alone."""
+        return several.top_tokens(hidden, self.head_operand(), vocab or self.spec.vocab_size, count)
+
+    def several_logprobs(
+        self, hidden: Tensor, targets: Tensor, logprobs: Tensor, tokens: Tensor, temperature: float
+    ) -> Tensor:
+        """Log-probs of `tokens` [T, K], FP32 [T, K], from those of `targets` [T] that `token_logprobs` has made."""
+        head = self.head
+        gradient = head.masters["weight"].gradient
+        return several.several_logprobs(hidden, gradient, head.published, targets, logprobs, tokens, temperature)

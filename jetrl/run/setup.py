@@ -16,6 +16,7 @@ from jetrl.config.paths import absolute_paths
 from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import Adapters
 from jetrl.kernels.dispatch import DEVICE_OF, definition, select
 from jetrl.kernels.support import PORTABLE, capability
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
@@ -102,8 +103,9 @@ class Session:
     conversations: EnvironmentPool | None = None  # None: single answers
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
     own: FromPython = NOTHING  # what a program gave as objects
-    given_answers: GivenAnswers | None = None  # of method = "sft"
+    given_answers: GivenAnswers | None = None  # of method = "sft", and of a distillation that has some
     teacher: Teachers | None = None  # of a distillation
+    adapters: Adapters | None = None  # those that the run goes on from
     progress: Progress = field(default_factory=Progress)
     pending: Pending = field(default_factory=Pending)
 
@@ -196,7 +198,8 @@ def build(
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given, own=own, teacher=teacher,
-        given_answers=plan.given_answers, queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
+        adapters=plan.adapters, given_answers=plan.given_answers or plan.mixed_answers,
+        queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
         pending=Pending(Beside() if evaluates else beside(config, plan.spec, world), before=before),
     )
 

@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from jetrl.errors import UserError
 from jetrl.requirements import install, packages
@@ -18,6 +19,8 @@ class FrontSettings:
     api_key: str | None = None
     max_requests: int = 1024  # that the engine has at once, running and waiting
     max_body: int = 32 << 20  # bytes
+    sessions: Path | None = None  # the folder that records them
+    sessions_bytes: int = 256 << 20  # that it may take
 
 
 def require_extra() -> None:
@@ -35,6 +38,17 @@ def require_key(host: str, api_key: str | None) -> None:
             f"host = {host!r}: others can reach this address, so a key is needed. Set the environment variable "
             "JETRL_API_KEY, or leave the address at 127.0.0.1."
         )
+
+
+def opened(host: str, port: int, settings: FrontSettings) -> socket.socket:
+    """The socket of a server, after all that can be refused before a model is loaded."""
+    from jetrl.serve.session_log import require_folder
+
+    require_extra()
+    require_key(host, settings.api_key)
+    if settings.sessions is not None:
+        require_folder(settings.sessions)
+    return listen(host, port)
 
 
 def is_loopback(host: str) -> bool:

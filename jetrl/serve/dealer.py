@@ -54,14 +54,7 @@ class Dealer:
         """Hand requests to engines, or join those that they have; all or none. Refused: 429 where there are too many,
         503 where no worker is left."""
         wanted = list(requests)
-        if self.gone.is_set():
-            raise Refused("The engine has ended. Start the server again.", 503, code="engine_ended")
-        new = {id for id, _, _ in wanted if self._having(id) is None}
-        if self.num_open + len(new) > self.most and self.num_open:
-            raise Refused(
-                f"The server has {self.num_open} requests, and room for {self.most}. Try again later.",
-                429, code="queue_full", retry_after=1,
-            )
+        self._require_room(len({id for id, _, _ in wanted if self._having(id) is None}))
         found = []
         for _, group in groupby(wanted, lambda one: id(one[1])):  # all answers to one prompt: its pages are shared
             asked = list(group)
@@ -69,6 +62,25 @@ class Dealer:
             for number, tokens, sampling in asked:
                 found.append((self._having(number) or link).ask(number, tokens, sampling, stream, wake))
         return found
+
+    def score(
+        self, prompts: Sequence[np.ndarray], top: int, wake: Callable[[], object], session: Session | None = None
+    ) -> list[Flight]:
+        """Have the log-probs of prompts computed, each on one worker. Refused as `submit`."""
+        self._require_room(len(prompts))
+        return [
+            (self._of_session(session) if session is not None else self.links[self._begin()]).score(row, top, wake)
+            for row in prompts
+        ]
+
+    def _require_room(self, new: int) -> None:
+        if self.gone.is_set():
+            raise Refused("The engine has ended. Start the server again.", 503, code="engine_ended")
+        if self.num_open + new > self.most and self.num_open:
+            raise Refused(
+                f"The server has {self.num_open} requests, and room for {self.most}. Try again later.",
+                429, code="queue_full", retry_after=1,
+            )
 
     def leave(self, flights: Sequence[Flight], wake: Callable[[], object]) -> None:
         """This asker has what it wanted, or has gone. What nobody waits for is cancelled."""

@@ -40,6 +40,7 @@ from jetrl.serve.link import Flight
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
 from jetrl.serve.service import About, Choice, Service
+from jetrl.serve.session_log import SessionLog
 from jetrl.serve.sessions import Session, Sessions
 from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask
 
@@ -52,7 +53,10 @@ class Front:
 
     def __init__(self, about: About, settings: FrontSettings, dealer: Dealer) -> None:
         self.about, self.settings, self.dealer = about, settings, dealer
-        self.service, self.counts, self.sessions = Service(about), Counts(), Sessions()
+        self.log = None if settings.sessions is None else SessionLog(settings.sessions, settings.sessions_bytes)
+        self.service, self.counts, self.sessions = Service(about, self.log), Counts(), Sessions()
+        if self.log is not None:
+            self.sessions.on_end = self.log.ended
         self.attempts: OrderedDict[tuple[str, ...], tuple[bytes, list[list[Name]]]] = OrderedDict()
 
     def app(self) -> Starlette:
@@ -119,6 +123,8 @@ class Front:
         data = await self._body(request)
         ask = parse(data, self.about.name, self.about.vocab_size)
         session = self._session(request, data)
+        if session is not None and ask.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs: ask for them outside of sessions.", param="prompt_logprobs")
         choices = self._named(request, data, ask, session)
         job = _Job(self, ask, choices, f"{prefix}-{uuid.uuid4().hex}", kind, session)
         job.begin(request)
@@ -174,6 +180,8 @@ class Front:
         data = await self._body(request)
         session = self.sessions.use(request.path_params["session"], make=False)
         session.set_reward(data.get("reward"))
+        if self.log is not None:
+            self.log.reward(session)
         return Answer({"id": session.id, "reward": session.reward})
 
     async def _traces(self, request: Request) -> Response:
@@ -242,14 +250,21 @@ class _Job:
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
-        wanted = [(choice.id, choice.row, choice.sampling) for choice in self.choices]
+        dealer, drawn = self.front.dealer, [choice for choice in self.choices if choice.flight is None]
         try:
-            flights = self.front.dealer.submit(wanted, self.ask.stream, self.wake, self.session)
+            flights = dealer.submit([(choice.id, choice.row, choice.sampling) for choice in drawn],
+                                    self.ask.stream, self.wake, self.session)
+            for choice, flight in zip(drawn, flights, strict=True):
+                choice.flight = flight
+            if self.ask.prompt_logprobs is not None:
+                rows = [choice.row for choice in self.choices]
+                scores = dealer.score(rows, self.ask.prompt_logprobs, self.wake, self.session)
+                for choice, flight in zip(self.choices, scores, strict=True):
+                    choice.scores = flight
         except Refused:
             self.front.service.give_back(self.ask, self.session, self.choices)
+            dealer.leave([choice.flight for choice in drawn if choice.flight is not None], self.wake)
             raise
-        for choice, flight in zip(self.choices, flights, strict=True):
-            choice.flight = flight
         if self.session is not None:
             self.session.open_requests += 1
         self.gone = asyncio.create_task(disconnect(request))
@@ -297,7 +312,8 @@ class _Job:
 
     @property
     def _flights(self) -> list[Flight]:
-        return [choice.landed for choice in self.choices]
+        found = [flight for choice in self.choices for flight in (choice.flight, choice.scores)]
+        return [flight for flight in found if flight is not None]
 
     async def _change(self) -> None:
         await self.changed.wait()
@@ -316,7 +332,8 @@ class _Job:
         if self.session is not None:
             self.front.service.note(self.ask, self.session, self.choices)
         for choice in self.choices:
-            self.front.counts.answered(choice.landed.worker, len(choice.prompt), len(choice.landed.tokens))
+            by = choice.scores or choice.landed  # one that draws nothing has no worker
+            self.front.counts.answered(by.worker, len(choice.prompt), len(choice.landed.tokens))
 
     def end(self) -> None:
         """What is not answered by now will not be. Once."""

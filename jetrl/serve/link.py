@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -60,6 +61,7 @@ class Link:
     ) -> None:
         self.connection, self.number, self.name, self.cure, self.lost = connection, number, name, cure, lost
         self.flights: dict[int, Flight] = {}
+        self._scores = count(-1, -1)  # ids of prompts that are scored; those of answers are positive
         self.state: dict[str, Any] = _IDLE  # the engine's last report
         self.heard = time.monotonic()
         self.alive = True
@@ -80,6 +82,13 @@ class Link:
             flight = self.flights[id] = Flight(id, worker=self.number)
             self._out.send({"add": id, "tokens": tokens, "sampling": plain(sampling), "stream": stream})
         flight.wake.append(wake)
+        return flight
+
+    def score(self, tokens: np.ndarray, top: int, wake: Callable[[], object]) -> Flight:
+        """Have the log-probs of a prompt computed, which are then in `done`."""
+        flight = Flight(next(self._scores), wake=[wake], worker=self.number)
+        self.flights[flight.id] = flight
+        self._out.send({"score": flight.id, "tokens": tokens, "top": top})
         return flight
 
     def leave(self, flights: Iterable[Flight], wake: Callable[[], object]) -> None:
@@ -131,6 +140,11 @@ class Link:
             if flight is not None:
                 flight.tokens, flight.logprobs = done["tokens"].tolist(), done["logprobs"].tolist()
                 flight.done = done
+                flight._changed()
+        for scored in message.get("scored", ()):
+            flight = self.flights.pop(scored["id"], None)
+            if flight is not None:
+                flight.done = scored
                 flight._changed()
         if (refused := message.get("refused")) is not None:
             self._fail([refused["id"]], Refused(refused["message"]))

@@ -107,6 +107,11 @@ class Packed:
         self.want = backend.attend_varlen(self.q, self.k, self.v, plan, self.scale, False)[0]
 
     def last(self, counts: list[int]) -> tuple[Tensor, Tensor]:
+        plan, rows = self.plan(counts)
+        return self.backend.attend_cached(self.q[rows], plan, 0, self.scale), self.want[rows]
+
+    def plan(self, counts: list[int]) -> tuple[PagedPlan, Tensor]:
+        """A step with the last tokens of each sequence, and which these are."""
         rows = torch.cat([torch.arange(b - n, b) for b, n in zip(self.starts[1:].tolist(), counts, strict=True)])
         cu = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=CUDA)
         plan = PagedPlan(
@@ -115,7 +120,7 @@ class Packed:
             kv_pages=tuple(self.table.shape[1] for _ in counts), block_table=self.table.to(CUDA),
             slots=torch.full((len(rows),), -1, device=CUDA),
         )
-        return self.backend.attend_cached(self.q[rows.to(CUDA)], plan, 0, self.scale), self.want[rows.to(CUDA)]
+        return plan, rows.to(CUDA)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -142,6 +147,28 @@ def test_a_row_of_attention_has_the_same_bits_however_it_comes(
     torch.testing.assert_close(got.float(), exact.transpose(0, 1), rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_codes_of_a_decode_step_come_from_the_same_kernel(fp8: bool, pow2: bool) -> None:
+    from jetrl.kernels.quantize.triton import quantize_act
+
+    case = Packed((32, 8, 128), [1, 64, 300, 1025], 128, fp8)
+    for counts in ([1] * 4, [1, 3, 8, 2], [1, 60, 1, 1]):
+        plan, rows = case.plan(counts)
+        got = case.backend.attend_cached_quantize(case.q[rows], plan, 0, case.scale, pow2)
+        want = quantize_act(case.backend.attend_cached(case.q[rows], plan, 0, case.scale).flatten(1), pow2)
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8)), counts
+        assert torch.equal(got.scale, want.scale), counts
+
+
+@pytest.mark.parametrize("name", ["codes of E4M3", "codes of E4M3 times powers of two"])
+def test_codes(name: str) -> None:
+    """All of them, by the instructions of this GPU."""
+    import triton_portable_cases
+
+    dict(triton_portable_cases.code_cases())[name]()
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("stems", [(), (-1, 0, 0, -1)], ids=str)
 def test_gradients_of_attention(heads: tuple[int, int, int], stems: tuple[int, ...]) -> None:
@@ -162,7 +189,10 @@ def test_gradients_of_attention(heads: tuple[int, int, int], stems: tuple[int, .
         assert (x.cpu().float() - y).norm() / y.norm() < 0.01, name
 
 
-SHAPES = ("random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe")
+SHAPES = (
+    "random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe", "random:tiny-hybrid", "random:tiny-hybrid-moe",
+    "random:qwen3.5-0.8b:4",
+)
 FLOWS = (("bf16", ""), *product(("w8a16", "fp8"), ("bf16", "fp8")))  # precision, and format of the cache
 MODELS = [(shape, *flow) for shape in SHAPES for flow in FLOWS]
 
@@ -181,6 +211,10 @@ EXPERTS = ARCH | {
     "model_type": "qwen3_moe", "hidden_size": 72, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "norm_topk_prob": True,
 }
+LINEAR = {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+}
 GPU: dict[str, Any] = {"device": "cuda", "kernels": "triton", "model.arch": ARCH | {"hidden_size": 72, "head_dim": 32}}
 
 
@@ -191,6 +225,7 @@ GPU: dict[str, Any] = {"device": "cuda", "kernels": "triton", "model.arch": ARCH
         {"quant.kv_cache": "fp8"}, {"precision": "bf16", "train.share_prompts": True, "rl.kl_coef": 0.1},
         {"precision": "bf16", "rl.entropy_coef": 0.01}, {"train.master_dtype": "bfloat16"},
         {"model.arch": EXPERTS}, {"model.arch": EXPERTS, "precision": "bf16"},
+        *({"model.arch": ARCH | LINEAR | {"hidden_size": 72, "head_dim": 32}, "precision": p} for p in ("bf16", "fp8")),
     ],
     ids=str,
 )

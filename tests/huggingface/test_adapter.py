@@ -244,6 +244,8 @@ def test_peft_loads_ours_and_we_load_peft_s(plain: tuple[Path, Transformer], exp
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dora": (lambda c: c.update(use_dora=True), "use_dora = True: jetrl reads plain LoRA adapters alone"),
+    "pissa": (lambda c: c.update(init_lora_weights="pissa_niter_4"), "belong to a base that their start has changed"),
+    "activated": (lambda c: c.update(alora_invocation_tokens=[1]), r"alora_invocation_tokens = \[1\]: jetrl reads plain"),
     "another kind": (lambda c: c.update(peft_type="IA3"), "peft_type = 'IA3'"),
     "bias": (lambda c: c.update(bias="all"), "bias = 'all'"),
     "ranks": (lambda c: c.update(rank_pattern={"q_proj": 2}), "rank_pattern"),

@@ -118,6 +118,13 @@ def test_answers_to_one_prompt_stay_together_and_prompts_are_spread() -> None:
         flights = table.dealer.submit(asked, False, nothing)
         assert [flight.id for flight in flights] == [id for id, _, _ in asked]
         assert workers(flights) == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
+        scored = table.dealer.score(rows, 2, nothing)
+        assert workers(scored) == [0, 1, 0, 1] and [one["top"] for one in table.got(1)[-2:]] == [2, 2]
+        table.dealer.leave(scored, nothing)
+        assert table.got(1) == [{"cancel": [scored[1].id, scored[3].id]}] and table.dealer.num_open == 12
+        session = Session("s")
+        (one,) = table.dealer.score(rows[:1], 0, nothing, session)
+        assert session.worker == one.worker == table.ask(row(1), session)[0].worker
 
     dealt(2, play)
 

@@ -105,7 +105,7 @@ def save(session: Session, run_dir: Path) -> None:
     small, folder = _small_files(session), run_dir / "checkpoints"
     writes = partial(_write_model, session.model, small, world)
     if session.config.lora.rank is not None:
-        names = base.named(session.config, folder), progress.base
+        names = base.named(session.config, folder, session.adapters), progress.base
         writes = partial(_write_adapters, session.model, small, world, *names)
     if content is not None and world.first:
         writes = partial(suspended.write_beside, writes, content)

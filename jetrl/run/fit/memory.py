@@ -22,6 +22,7 @@ from jetrl.config import Config
 from jetrl.engine.rows import rows_for
 from jetrl.engine.state_pool import MEMORY_SHARE, dequantized_bytes, page_bytes, row_bytes
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS
+from jetrl.kernels.logprob.several import ELEMENTS
 from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
@@ -158,7 +159,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     memory = Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
         activations=activations(config, spec, recipe, tokens),
-        passing=passing(config, spec, recipe, tokens),
+        passing=passing(config, spec, recipe, tokens) + _several(config, spec, tokens),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         keep=0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
@@ -372,8 +373,16 @@ def _judging(config: Config, tokens: int) -> int:
     for teacher in teachers_of(config).values():  # one after the other
         v = teacher.spec.vocab_size
         logits = 4 * v * min(tokens, max(128, FORWARD_ELEMENTS // v // 128 * 128))
-        most = max(most, _forward_passing(teacher.spec, teacher.recipe, tokens), logits)
+        of_tokens = _several(config, teacher.spec, tokens)
+        most = max(most, _forward_passing(teacher.spec, teacher.recipe, tokens), logits, of_tokens)
     return most
+
+
+def _several(config: Config, spec: ModelSpec, tokens: int) -> int:
+    """What the KL over several tokens of the teacher makes and frees: a chunk of rows of the head in BF16 and in FP32,
+    and their products."""
+    top = config.teacher.top_k
+    return (2 + 4 + 4) * min(ELEMENTS, tokens * (top + 1) * spec.hidden_size) if top else 0
 
 
 def _forward_passing(spec: ModelSpec, recipe: Recipe, tokens: int) -> int:

@@ -210,17 +210,32 @@ class Rerun:
                 "after the next checkpoint."
             )
         done = gather(self.session, _Quiet(), step)
-        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN, recorded=False)
+        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN, recorded=False, beside=done.given)
         self.session.progress.under_way = done.under_way
 
 
 def learn(
-    session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True
+    session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True,
+    beside: Sequence[Group] = (),
 ) -> list[Group]:
     """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
-    the groups with their advantages. `recorded`: they have them, and a function of the user's is not asked again."""
-    progress, given = session.progress, recorded and is_own(session.config.rl.adv_estimator)
-    learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), given)
+    the groups with their advantages. `recorded`: they have them, and neither a function of the user's nor a server
+    is asked again."""
+    progress, config = session.progress, session.config
+    given = recorded and (is_own(config.rl.adv_estimator) or bool(config.teacher.servers))
+    if recorded and config.num_given:
+        raise UserError(
+            f"Step {step}: its update cannot be made again: with teacher.given_fraction = "
+            f"{config.teacher.given_fraction:g} a step has given answers, which its record does not. Replay logprobs "
+            "or rollout of the step after a checkpoint."
+        )
+    if given and config.teacher.top_k:
+        raise UserError(
+            f"Step {step}: its update cannot be made again: teacher.top_k = {config.teacher.top_k}, and what "
+            f"{config.teacher.servers[0]} said of other tokens than the drawn ones was not kept. Replay logprobs or "
+            "rollout of the step after a checkpoint."
+        )
+    learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), beside, given)
     clip, _ = loop.updated(session, batches, step, seen)
     weights = publish(session.model, progress.weight_version + 1, session.flow_digest)
     progress.after(step, weights.version, next_prompt, clip.bounds, progress.under_way)

@@ -499,7 +499,7 @@ def serve(
         help="Record each session in this folder; `jetrl report FOLDER` shows them.", show_default=False)] = None,
     sessions_mib: Annotated[int, typer.Option(min=1, help="Most space of that record; the oldest go.")] = 256,
     nproc: Annotated[int | None, typer.Option(
-        "--nproc", min=1, help="Engines, each a process with all weights on its own GPU (on CPUs: any number).")] = None,
+        "--nproc", min=1, help="Engines, each with a process, a GPU and all weights (CPUs: any number).")] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, with token ids and the sampler's exact log-probs."""
     from jetrl.serve.address import FrontSettings, opened

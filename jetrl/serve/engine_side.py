@@ -13,7 +13,7 @@ from typing import Any
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.plan import NewTokens
-from jetrl.engine.scoring import prompt_logprobs
+from jetrl.serve.scoring import prompt_logprobs
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.serve import pipe

@@ -429,6 +429,11 @@ class Config(Section):
                 f"{toml_literal(self.rollout.engine)}; set rollout.engine=jetrl, or remove this key",
                 ("rollout.engine",),
             )
+        if self.train.freeze_router:
+            yield Problem(
+                "train.freeze_router", f"has no effect with lora.rank = {self.lora.rank}: adapters alone are trained. "
+                "Remove it", ("lora.rank",), void=True,
+            )
         if self.rl.adv_estimator == "gae" and self.rl.critic != "shared":
             yield Problem(
                 "lora.rank", 'does not go with a critic of its own, which is trained whole; set rl.critic=shared, '

@@ -40,6 +40,7 @@ from jetrl.serve.link import Flight, Link
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
 from jetrl.serve.service import About, Choice, Service
+from jetrl.serve.session_log import SessionLog
 from jetrl.serve.sessions import Session, Sessions
 from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask
 
@@ -53,7 +54,10 @@ class Front:
 
     def __init__(self, about: About, settings: FrontSettings, link: Link) -> None:
         self.about, self.settings, self.link = about, settings, link
-        self.service, self.counts, self.sessions = Service(about), Counts(), Sessions()
+        self.log = None if settings.sessions is None else SessionLog(settings.sessions, settings.sessions_bytes)
+        self.service, self.counts, self.sessions = Service(about, self.log), Counts(), Sessions()
+        if self.log is not None:
+            self.sessions.on_end = self.log.ended
         self.attempts: OrderedDict[tuple[str, ...], tuple[bytes, list[list[Name]]]] = OrderedDict()
 
     def app(self) -> Starlette:
@@ -177,6 +181,8 @@ class Front:
         data = await self._body(request)
         session = self.sessions.use(request.path_params["session"], make=False)
         session.set_reward(data.get("reward"))
+        if self.log is not None:
+            self.log.reward(session)
         return Answer({"id": session.id, "reward": session.reward})
 
     async def _traces(self, request: Request) -> Response:

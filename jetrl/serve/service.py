@@ -17,6 +17,7 @@ from jetrl.serve.calls import MARKS, calls_of, for_template, form_of
 from jetrl.serve.link import Flight
 from jetrl.serve.names import Name, Names
 from jetrl.serve.refusal import Refused
+from jetrl.serve.session_log import SessionLog, spoken
 from jetrl.serve.sessions import Session, Turn, turn_of
 from jetrl.serve.text import TextStream, visible
 from jetrl.serve.wire import Ask
@@ -73,9 +74,10 @@ class Choice:
 
 
 class Service:
-    """Prompts and answers of one model."""
+    """Prompts and answers of one model. `log`: where sessions are recorded."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: About, log: SessionLog | None = None) -> None:
+        self.log = log
         self.about, self.names, self.form = about, Names(), form_of(about.tokenizer)
         self._texts: dict[int, tuple[str, list[int] | None]] = {}
 
@@ -165,10 +167,20 @@ class Service:
             assert done is not None
             turn = turn_of(choice.id, choice.parent, choice.prompt, done)
             if not ask.messages:
-                session.add(turn)
-                continue
-            message, _ = self.said(ask, choice)
-            session.add(turn, ask.messages, ask.variables, {k: v for k, v in message.items() if v is not None})
+                new = session.add(turn)
+            else:
+                message, _ = self.said(ask, choice)
+                answer = {k: v for k, v in message.items() if v is not None}
+                new = session.add(turn, ask.messages, ask.variables, answer)
+            if new and self.log is not None:
+                self._record(self.log, ask, session, turn, done["text"])
+
+    def _record(self, log: SessionLog, ask: Ask, session: Session, turn: Turn, text: str) -> None:
+        """Write an answer down, and what was said before it."""
+        said = session.behind(turn.parent, ask.messages, ask.variables)
+        tokens = [(self._texts.get(token) or self._text_of(token))[0] for token in turn.drawn.tolist()]
+        read = decoded(self.about.tokenizer, turn.before.tolist()) if len(turn.before) else ""
+        log.turn(session, turn, [(str(one["role"]), spoken(one)) for one in said], read, tokens, text)
 
     def _marks(self, ask: Ask) -> tuple[str, ...]:
         return MARKS[self.form] if self.form is not None and ask.variables.get("tools") else ()

@@ -264,7 +264,23 @@ def _codes_kernel(x, rounded, converted, values, SIZE: tl.constexpr):
     tl.store(values + at, e4m3.values_of(code))
 
 
+@triton.jit
+def _scaled_kernel(codes, units, values, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(values + at, e4m3.scaled_values(tl.load(codes + at), tl.load(units + at)))
+
+
 def code_cases() -> Iterator[tuple[str, Case]]:
+    def scaled() -> None:
+        """Every code times every power of two that a head may have, to BF16; NaN codes where the power is NaN."""
+        codes, powers = torch.arange(256, dtype=torch.uint8), 2.0 ** torch.arange(-100.0, 110.0)
+        values = codes.view(torch.float8_e4m3fn).float()[None, :].expand(len(powers), 256)
+        units = torch.where(values.isnan(), float("nan"), powers[:, None]).bfloat16()
+        got = torch.zeros(units.shape, dtype=torch.bfloat16, device=DEVICE)
+        given = codes[None, :].expand(units.shape).contiguous()
+        _scaled_kernel[(units.numel() // 256,)](given.to(DEVICE), units.to(DEVICE), got, SIZE=256)
+        equal("values", got, (values * units.float()).bfloat16())
+
     def codes() -> None:
         """Every code, the middle between two, and the numbers next to each; beyond 448 and NaN."""
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -284,6 +300,7 @@ def code_cases() -> Iterator[tuple[str, Case]]:
         equal("values", values, want.float())
 
     yield "codes of E4M3", codes
+    yield "codes of E4M3 times powers of two", scaled
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -367,6 +384,11 @@ class Sequences:
 
     def paged(self, cache: LayerCache, counts: list[int]) -> tuple[Tensor, Tensor]:
         """Attention of the last tokens of each sequence over the cache, and what it should be."""
+        plan, rows = self.plan_of(cache, counts)
+        return pa.attend_cached(self.q[rows].to(DEVICE), plan, 0, self.scale), self.want[rows]
+
+    def plan_of(self, cache: LayerCache, counts: list[int]) -> tuple[PagedPlan, Tensor]:
+        """A step with the last tokens of each sequence, and which these are."""
         rows = torch.cat([torch.arange(b - n, b) for b, n in zip(self.starts[1:], counts, strict=True)])
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE)
         plan = PagedPlan(
@@ -375,7 +397,7 @@ class Sequences:
             kv_pages=tuple(self.table.shape[1] for _ in counts), block_table=self.table.to(DEVICE),
             slots=torch.full((len(rows),), -1, device=DEVICE),
         )
-        return pa.attend_cached(self.q[rows].to(DEVICE), plan, 0, self.scale), self.want[rows]
+        return plan, rows
 
 
 def attention_cases() -> Iterator[tuple[str, Case]]:
@@ -388,6 +410,35 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
         for counts in ([1] * len(lengths), [min(3, n) for n in lengths], [1, *(max(1, n // 2) for n in lengths[1:])]):
             equal(f"the last {counts}", *case.paged(cache, counts))
 
+    def quantized(fp8: bool, pow2: bool) -> None:
+        """Codes of the result from the same kernel, heads of 128: what the quantizer makes of it."""
+        on("mma")
+        case = Sequences([70, 3], 4, 2, 128, 16, fp8)
+        cache = case.cache()
+        for counts in ([1, 1], [5, 2], [20, 1]):  # the last by the tile for many
+            plan, rows = case.plan_of(cache, counts)
+            q = case.q[rows].to(DEVICE)
+            want = tq.quantize_act(pa.attend_cached(q, plan, 0, case.scale).flatten(1), pow2)
+            got = pa.attend_cached_quantize(q, plan, 0, case.scale, pow2)
+            equal(f"codes {counts}", got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+            equal(f"scales {counts}", got.scale, want.scale)
+
+    def broken() -> None:
+        """What is infinite or NaN in a key or a value comes out as in training."""
+        on("mma")
+        case = Sequences([40, 30], 2, 1, 32, 16, True)
+        case.k[3, 0, 5], case.k[41, 0, 1] = float("inf"), float("nan")
+        case.v[45, 0] = float("-inf")
+        case.v[50, 0, 2] = float("nan")
+        case.k, case.v = case.k.clone(), case.v.clone()
+        packed = pa.attend_varlen(
+            case.q.to(DEVICE), ref.round_heads(case.k).to(DEVICE), ref.round_heads(case.v).to(DEVICE), case.plan(),
+            case.scale, False,
+        )[0]
+        assert packed.isnan().any() and packed.isfinite().any()
+        got, _ = case.paged(case.cache(), [1, 1])
+        equal("the last rows", got, packed[[39, 69]])
+
     sizes = (
         ([70, 1, 129], 4, 2, 16, 16), ([64, 65], 3, 3, 40, 128), ([150, 2, 33], 6, 1, 64, 24), ([40], 2, 1, 136, 16),
     )
@@ -397,6 +448,9 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
                 yield f"attention {kind} {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}", partial(
                     attend, kind, lengths, n, g, h, page, fp8
                 )
+    for fp8, pow2 in ((False, False), (True, True)):
+        yield f"attention and codes of it, fp8 {fp8}", partial(quantized, fp8, pow2)
+    yield "attention of what is not finite", broken
 
 
 def gradient_cases() -> Iterator[tuple[str, Case]]:

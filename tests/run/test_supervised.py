@@ -90,6 +90,15 @@ def test_adapters_learn_over_a_frozen_base(tmp_path: Path):
     assert masters and all("lora" in name for name in masters), "a checkpoint holds the adapters alone"
     before = saved(run_dir, 0)
     assert any(not torch.equal(before[name], after[name]) for name in masters)
+    # and RL goes on from them: a warm start of adapters alone, whose reference is the base all the same
+    folder = run_dir / "checkpoints" / "step_000002" / "model"
+    own = {"model.arch": None, "model.tokenizer": None, "model.path": str(folder), "lora.rank": 8, "train.steps": 2}
+    rl = tiny_run(tmp_path / "rl", own | {"precision": "w8a16", "rl.kl_coef": 0.1, "train.lr": 1e-3})
+    for name in masters:  # without an update they are what the first run ended with, rounded to BF16 in the folder
+        assert torch.equal(saved(rl, 0)[name], after[name].bfloat16().to(after[name].dtype))
+    first, second = [row for row in numbers(rl) if row["step"]]
+    assert first["parity/logprob_abs_diff_mean"] == second["parity/logprob_abs_diff_mean"] == 0
+    assert first["policy/ref_kl"] > 0, "the reference is not the policy that RL begins with"
 
 
 def test_nothing_is_built_that_samples_and_the_dry_run_knows(tmp_path: Path):

@@ -28,15 +28,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.errors import UserError
-from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.attention.latent import TILE, LatentSizes, require_page, require_sizes
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.types import PagedPlan, VarlenPlan
 
-TILE, CHUNK = 64, 1024  # keys
-MAX_HEADS = 64
+CHUNK = 1024  # keys
 _PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
 _LOG2E = math.log2(math.e)
 Operand = Tensor  # kv_b [N * (P + V), L], as it is published: captured steps read its memory
@@ -173,15 +171,7 @@ def _merge_kernel(
 
 def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None) -> Operand:
     """The published matrix itself. UserError for sizes that the kernels do not have."""
-    wrong = [
-        f"{name} = {size}" for name, size in (("kv_lora_rank", sizes.rank), ("qk_rope_head_dim", sizes.rope))
-        if size & (size - 1) or size < 16
-    ]
-    if wrong or sizes.heads > MAX_HEADS:
-        raise UserError(
-            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and up to "
-            f"{MAX_HEADS} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set device = \"cpu\"."
-        )
+    require_sizes(sizes)
     assert w.is_contiguous() and w.shape == (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
     return w
 
@@ -242,11 +232,7 @@ def latent_attend_cached(
     """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
     over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows."""
     page, width = pages.shape[1], row.shape[1]
-    if page % TILE:
-        raise UserError(
-            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {TILE} keys. Set it "
-            "to 128."
-        )
+    require_page(page)
     assert pages.is_contiguous() and row.stride(1) == 1
     if len(row):
         _write_kernel[(len(row),)](

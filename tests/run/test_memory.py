@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
+from jetrl.engine.state_pool import row_bytes
 from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS, LOGIT_ELEMENTS
 from jetrl.model.sharding import fill
@@ -260,6 +261,22 @@ def test_the_recipes_with_adapters_fit_one_gpu(name: str, shape: str) -> None:
         more = ("train.activation_checkpointing=false", "train.max_tokens_per_gpu=4096")
         large = predict(config_of(*more, recipe=name), SHAPES[shape], 1, H200)
         assert large.fits(H200) and f"{more[0]} {more[1]} fits too ({round(large.peak / GIB)} GiB)" in text
+
+
+@pytest.mark.parametrize("size", ["0.8b", "4b", "9b"])
+def test_the_recipes_of_hybrids_fit_one_gpu(size: str) -> None:
+    """With all their sequences at once, each with its states; and their head comments say what is predicted."""
+    name, shape = f"gsm8k_qwen3.5_{size}", SHAPES[f"qwen3.5-{size}"]
+    config, text = config_of(recipe=name), find_recipe(name).read_text()
+    room = GPUS["h100"] if size == "0.8b" else H200
+    predicted = predict(config, shape, 1, room)
+    assert predicted.fits(room) and predicted.sequences == predicted.wanted == config.rollout.max_num_seqs
+    assert f"Memory: {round(predicted.peak / GIB)} GiB at the peak" in text and config.kernels == "triton"
+    if predicted.host:
+        assert f"and {round(predicted.host / GIB)} GiB of host memory" in text
+    assert f"jetrl parity {config.model.path} kernels=triton" in text and "H200" in text
+    states = (2 + 2 * config.rollout.max_num_seqs) * row_bytes(shape, torch.bfloat16)
+    assert predicted.cache > states > 4 * GIB
 
 
 def test_a_block_from_outside_counts_by_its_linears_or_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

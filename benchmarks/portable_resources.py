@@ -66,19 +66,25 @@ def resources(kernel: Any, given: list[Any], more: dict[str, Any], arch: int) ->
 
     source, options = source_of(kernel, given, more)
     done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    code = done.asm["ttgir"]
+    words = {"tc_gen5_mma": "tcgen05", "warp_group_dot ": "wgmma", "tt.dot ": "mma"}
+    return used(done.asm["cubin"]) | {
+        "shared": done.metadata.shared, "instruction": next((kind for word, kind in words.items() if word in code), ""),
+    }
+
+
+def used(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread of a compiled kernel, and bytes of its stack."""
+    import triton
+
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
+        file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    code = done.asm["ttgir"]
-    words = {"tc_gen5_mma": "tcgen05", "warp_group_dot ": "wgmma", "tt.dot ": "mma"}
-    return {
-        "registers": int(found[1]), "stack": int(found[2]), "shared": done.metadata.shared,
-        "instruction": next((kind for word, kind in words.items() if word in code), ""),
-    }
+    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def recorded(arch: int, precision: str, limit: int) -> Iterator[dict[str, Any]]:

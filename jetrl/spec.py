@@ -272,8 +272,9 @@ _TINY_V3 = ExpertSpec(
 _TINY_YARN = YarnSpec(factor=4.0, original_max_position=128, mscale=1.0, mscale_all_dim=1.0)
 
 # The shapes of published models, for certificates and benchmarks with random weights. Source: their config.json files.
-# "tiny-moe", "tiny-mla", "tiny-hybrid" and "tiny-hybrid-moe" are ours, for a CPU, with sizes that are no multiples of 128: experts, latent
-# attention with all that DeepSeek-V3 adds, and Gated DeltaNet. "mini-v3" has its head sizes, for the kernels of a GPU.
+# "tiny-moe", "tiny-mla", "tiny-hybrid" and "tiny-hybrid-moe" are ours, for a CPU, with sizes that are no multiples of
+# 128: experts, latent attention with all that DeepSeek-V3 adds, and Gated DeltaNet. "mini-v3" has its head sizes, for
+# the kernels of a GPU.
 SHAPES = {
     "smollm2-135m": _shape("llama", 49152, 576, 1536, 30, (9, 3, 64), 1e5, 8192, True, 1e-5),
     "qwen3-0.6b": _shape("qwen3", 151936, 1024, 3072, 28, (16, 8, 128), 1e6, 40960, True),

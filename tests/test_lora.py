@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import numbers, saved, tiny_config, tiny_run, weights_hash
+from tiny import HYBRID, numbers, saved, tiny_config, tiny_run, weights_hash
 
 from jetrl.config import digest, load_config, to_toml
 from jetrl.config.lora import LoraConfig
@@ -105,6 +105,22 @@ def test_a_checkpoint_is_a_folder_of_adapters(tmp_path: Path) -> None:
     assert (base / "config.json").is_file() and (base / "model.safetensors").is_file()
 
 
+def test_a_hybrid_has_adapters_of_its_linear_attention(tmp_path: Path) -> None:
+    """Parity 0, and PEFT's folder names the layers that have them; a model without such projections is refused."""
+    changes = LORA | HYBRID | {"lora.targets": ["linear_attention"], "train.steps": 2}
+    run_dir = tiny_run(tmp_path, changes)
+    assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in numbers(run_dir) if row["step"])
+    folder = run_dir / "checkpoints" / "step_000002" / "model"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["in_proj_qkv", "in_proj_z", "out_proj"]
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        names = sorted(file.keys())
+        moved = file.get_tensor("base_model.model.model.layers.0.linear_attn.out_proj.lora_B.weight")
+    assert len(names) == 6 and all(".layers.0.linear_attn." in name for name in names) and moved.abs().max() > 0
+    with pytest.raises(UserError, match="this qwen3 model has no in_proj_qkv, in_proj_z, out_proj outside of its exp"):
+        tiny_run(tmp_path / "other", LORA | {"lora.targets": ["in_proj_qkv", "in_proj_z", "out_proj"]})
+
+
 def test_another_base_is_refused_at_a_resume(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, LORA | {"train.steps": 2})
     weights = run_dir / "checkpoints" / "base" / "model.safetensors"
@@ -122,6 +138,7 @@ MIXTURE = {"model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4, "m
 @pytest.mark.parametrize(("changes", "told"), [
     ({"lora.rank": 0}, "lora.rank: must be at least 1, got 0"),
     ({"lora.rank": 4, "lora.targets": ["qproj"]}, r'got "qproj"; did you mean "q_proj"\?'),
+    ({"lora.rank": 4, "lora.targets": "mlp"}, r'must be a list of .*, got "mlp"; did you mean \["mlp"\]\?'),
     ({"lora.rank": 4, "lora.targets": []}, "lora.targets: names no projection"),
     ({"lora.rank": 4, "lora.targets": ["mlp", "mlp"]}, "names a target twice"),
     ({"lora.rank": 33}, "lora.rank = 33 is beyond the rank of k_proj, which is 32 at most"),

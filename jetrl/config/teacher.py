@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jetrl.choices import TeacherPrecision
 from jetrl.config.base import Problem, Section
-from jetrl.config.markers import Holds, Kernels, NoBits, NoEffectWhile, PartOf, Since
+from jetrl.config.markers import Elsewhere, Holds, Kernels, NoBits, NoEffectWhile, PartOf, Since
 from jetrl.config.toml import toml_literal
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ class TeacherConfig(Section):
     """Distillation: a teacher's log-probs of the policy's own tokens (docs/DISTILL.md)."""
 
     section: ClassVar[str] = "teacher"
-    path: Annotated[str | None, Holds("file"), Since("0.3.0", None), Kernels(off=(None,))] = Field(
+    path: Annotated[
+        str | None, Holds("file"), Since("0.3.0", None), Kernels(off=(None,)),
+        Elsewhere("TRL: teacher_model_name_or_path teacher_model_server_url"),
+    ] = Field(
         default=None, min_length=1, description="The teacher: a Hugging Face folder, a run of jetrl (its newest "
         "checkpoint), a name on the hub, or the address of a server (http://127.0.0.1:8000, of `vllm serve` or `jetrl "
         "serve`). It must have the policy's vocabulary. none: no teacher.")
@@ -64,7 +67,20 @@ class TeacherConfig(Section):
         "in half the memory.")
     weight: Annotated[float, WITH_PATH, Since("0.3.0", 1.0)] = Field(
         default=1.0, gt=0, le=1e6, description="The advantage of a token has this times (the teacher's log-prob of it "
-        "minus the policy's), beside what rl.adv_estimator makes of rewards.")
+        "minus the policy's), beside what rl.adv_estimator makes of rewards. With teacher.top_k the loss has this "
+        "times the KL.")
+
+    top_k: Annotated[int, WITH_PATH, Since("0.3.0", 0), Elsewhere("TRL: loss_top_k")] = Field(
+        default=0, ge=0, le=128, description="0: the KL is that of the drawn token, as advantage. Else it is a term of "
+        "the loss, over so many of the teacher's most probable tokens and the rest as one (docs/DISTILL.md). vLLM "
+        "gives up to 20, or its --max-logprobs.")
+
+    given_fraction: Annotated[
+        float, WITH_PATH, NoEffectWhile("teacher.top_k", (0,)), Since("0.3.0", 0.0),
+        Elsewhere("TRL: lmbda", " (1 - it)"),
+    ] = Field(
+        default=0.0, ge=0, lt=1, description="Share of a step's prompts with the answer that the data gives (a column "
+        "solution, or a task's worked solution) in place of the policy's own. Needs teacher.top_k.")
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -133,8 +149,33 @@ def teacher_problems(config: Config) -> Iterator[Problem | str]:
             f"{toml_literal(rl.dynamic_sampling)} leaves out groups by their rewards; set rl.dynamic_sampling=off",
             ("rl.dynamic_sampling", "rl.algo"),
         )
+    if config.teacher.given_fraction:
+        yield from _problems_with_given(config)
     if config.teacher.servers:
         yield from _problems_with_servers(config)
+    elif config.teacher.top_k and config.rollout.truncates and config.rollout.logprobs != "full":
+        yield Problem(
+            "teacher.top_k", "is a KL of whole distributions; set rollout.logprobs=full, or sample without top_p, "
+            "top_k and min_p", ("rollout.logprobs", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        )
+
+
+def _problems_with_given(config: Config) -> Iterator[Problem]:
+    """Given answers have no log-probs of a sampler, no reward and no environment."""
+    share, prompts = config.teacher.given_fraction, config.rollout.prompts_per_step
+    if not 0 < config.num_given < prompts:
+        yield Problem(
+            "teacher.given_fraction", f"{share:g} of rollout.prompts_per_step = {prompts} is {config.num_given} rows; "
+            "change one of the two so that there are given answers and the policy's own", ("rollout.prompts_per_step",),
+        )
+    for key, wrong, cure in (
+        ("rollout.overcommit", bool(config.rollout.overcommit), "set rollout.overcommit=0"),
+        ("environment.name", config.environment.name is not None, "remove the environment"),
+        ("rl.adv_estimator", config.rl.adv_estimator == "gae", "choose an rl.algo without a critic"),
+        ("rl.clip", config.rl.clip == "calibrated", "set rl.clip=fixed"),
+    ):
+        if wrong:
+            yield Problem("teacher.given_fraction", f"given answers do not go with {key}; {cure}", (key,))
 
 
 def _problems_with_servers(config: Config) -> Iterator[Problem]:

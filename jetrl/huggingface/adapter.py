@@ -36,6 +36,15 @@ CONFIG, WEIGHTS, RECORD = ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_RECORD
 PREFIX = "base_model.model."  # of PEFT, before the base's own names
 EXPERTS = r"experts\.\d+\.\w+"  # the projections of experts, in PEFT's `rank_pattern`
 NOT_OURS = ("config.json",)  # of a model's small files: it is the base's
+# Of PEFT's keys: those that are read, and those that change nothing in what trained adapters compute. Any other one
+# that is set stands for another function of the same tensors.
+_READ = {"peft_type", "bias", "r", "lora_alpha", "rank_pattern", "base_model_name_or_path", "revision", "use_rslora",
+         "init_lora_weights"}
+_HARMLESS = {"task_type", "auto_mapping", "peft_version", "inference_mode", "target_modules", "exclude_modules",
+             "lora_dropout", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config",
+             "corda_config", "lora_ga_config", "velora_config", "runtime_config", "qalora_group_size",
+             "ensure_weight_tying"}
+_OVER_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # `init_lora_weights` that leave the base alone
 
 
 def adapter_config(lora: Lora, spec: ModelSpec, base: str, revision: str | None) -> dict[str, Any]:
@@ -174,13 +183,16 @@ def read_adapters(folder: str | Path) -> Adapters:
     if (folder / RECORD).is_file():
         said = read_json(inside(folder, RECORD))
     plain = {"peft_type": "LORA", "bias": "none"}
-    off = ("use_dora", "fan_in_fan_out", "modules_to_save", "alpha_pattern", "target_parameters",
-           "trainable_token_indices", "layers_to_transform", "lora_bias")
     wrong = [key for key, value in plain.items() if config.get(key, value) != value]
-    if wrong := wrong + [key for key in off if config.get(key)]:
+    if wrong := wrong + sorted(key for key, value in config.items() if value and key not in _READ | _HARMLESS):
         raise UserError(
             f"{path}: {wrong[0]} = {config.get(wrong[0])!r}: jetrl reads plain LoRA adapters alone, of one rank and "
             "without biases or whole modules."
+        )
+    if (init := config.get("init_lora_weights", True)) not in _OVER_THE_BASE:
+        raise UserError(
+            f"{path}: init_lora_weights = {init!r}: such adapters belong to a base that their start has changed. Save "
+            "them again with PEFT's path_initial_model_for_weight_conversion, over the base as it was."
         )
     pattern = config.get("rank_pattern") or {}
     if not isinstance(pattern, dict) or pattern.keys() - {EXPERTS} or any(type(n) is not int for n in pattern.values()):

@@ -41,7 +41,7 @@ NOT_YET = {  # what families that look alike have and jetrl lacks
 
 
 class Within(NamedTuple):
-    """A matrix within a tensor of all experts: the tensor, the expert, the first row, and the tensor's experts and rows.
+    """A matrix in a tensor of all experts: the tensor, the expert, the first row, and the tensor's experts and rows.
     """
 
     name: str

@@ -6,7 +6,7 @@ another tile than many. They may not have another *kind* of instruction, which T
 Hopper needs 64 rows, `tcgen05` on Blackwell 128, and the older `mma` takes 16. So the least rows of a tile belong to
 the definition, as do the keys of a step; `definition` names all of it, and the flow's digest covers that text.
 
-Shared memory of a tile stays below 99 KB, what a processor of sm_86 and sm_89 gives to a program.
+Shared memory of a tile of `mma` stays below 99 KB, what a processor of sm_86 and sm_89 gives to a program.
 """
 
 from __future__ import annotations
@@ -40,44 +40,68 @@ class Attention(NamedTuple):
     split: bool = False
 
 
-# (at most so many rows of tokens, tile, another), ...: the first that holds. The other tile is for weights that would
-# not cover the processors. Tokens are read once for each tile of the weight, so wide tiles are better.
-_GEMMS: dict[Kind, tuple[tuple[int | None, Gemm, Gemm], ...]] = {
+class Few(NamedTuple):
+    """Decode steps and drafts (`attention/portable_few.py`): rows that it takes at most, the least head size as a power
+    of two, steps on their way (each waits for its page first), warps, and rows of the product that sums the weights."""
+
+    rows: int
+    least_head: int
+    stages: int
+    warps: int
+    ones: int
+
+
+class Tiles(NamedTuple):
+    """For at most so many rows of tokens: tiles for weights of few rows, which would not cover the processors else, of
+    more, and of so many that several programs share a processor. Tokens are read once for each tile of the weight, so
+    wide tiles are better; programs that are alone on their processor need more steps on their way."""
+
+    most: int | None
+    few: Gemm
+    more: Gemm
+    many: Gemm
+
+
+_GEMMS: dict[Kind, tuple[Tiles, ...]] = {
     "mma": (
-        (16, Gemm(16, 64, 128, 4, 4), Gemm(16, 32, 128, 4, 4)), (64, Gemm(64, 64, 64, 4, 4), Gemm(64, 32, 128, 4, 4)),
-        (None, Gemm(128, 128, 32, 4, 8), Gemm(128, 128, 32, 4, 8)),
+        Tiles(16, Gemm(16, 32, 128, 4, 4), Gemm(16, 64, 128, 4, 4), Gemm(16, 64, 128, 4, 4)),
+        Tiles(64, Gemm(64, 32, 128, 4, 4), Gemm(64, 64, 64, 4, 4), Gemm(64, 64, 64, 4, 4)),
+        Tiles(None, Gemm(128, 128, 32, 4, 8), Gemm(128, 128, 32, 4, 8), Gemm(128, 128, 32, 4, 8)),
     ),
     "wgmma": (
-        (64, Gemm(64, 64, 128, 3, 4), Gemm(64, 32, 128, 4, 4)), (512, Gemm(64, 128, 64, 4, 4), Gemm(64, 64, 128, 3, 4)),
-        (None, Gemm(128, 256, 64, 3, 8), Gemm(128, 128, 64, 3, 8)),
+        Tiles(64, Gemm(64, 32, 128, 6, 4), Gemm(64, 64, 128, 5, 4), Gemm(64, 64, 128, 3, 4)),
+        Tiles(512, Gemm(64, 64, 128, 3, 4), Gemm(64, 128, 64, 4, 4), Gemm(64, 128, 64, 4, 4)),
+        Tiles(None, Gemm(128, 128, 64, 3, 8), Gemm(128, 256, 64, 3, 8), Gemm(128, 256, 64, 3, 8)),
     ),
     "tcgen05": (
-        (128, Gemm(128, 64, 64, 4, 4), Gemm(128, 32, 64, 3, 4)),
-        (None, Gemm(128, 128, 64, 3, 8), Gemm(128, 128, 64, 3, 8)),
+        Tiles(128, Gemm(128, 32, 64, 3, 4), Gemm(128, 64, 64, 4, 4), Gemm(128, 64, 64, 4, 4)),
+        Tiles(None, Gemm(128, 128, 64, 3, 8), Gemm(128, 128, 64, 3, 8), Gemm(128, 128, 64, 3, 8)),
     ),
 }
 # FP8, in steps of 128
-_GEMMS_FP8: dict[Kind, tuple[tuple[int | None, Gemm, Gemm], ...]] = {
+_GEMMS_FP8: dict[Kind, tuple[Tiles, ...]] = {
     "mma": (
-        (16, Gemm(16, 64, 128, 4, 4), Gemm(16, 32, 128, 4, 4)),
-        (None, Gemm(64, 128, 128, 3, 4), Gemm(64, 64, 128, 3, 4)),
+        Tiles(16, Gemm(16, 32, 128, 6, 4), Gemm(16, 64, 128, 4, 4), Gemm(16, 64, 128, 4, 4)),
+        Tiles(64, Gemm(64, 32, 128, 6, 4), Gemm(64, 64, 128, 3, 4), Gemm(64, 64, 128, 3, 4)),
+        Tiles(None, Gemm(64, 64, 128, 3, 4), Gemm(64, 128, 128, 3, 4), Gemm(64, 128, 128, 3, 4)),
     ),
     "wgmma": (
-        (64, Gemm(64, 64, 128, 4, 4), Gemm(64, 32, 128, 4, 4)),
-        (512, Gemm(64, 128, 128, 3, 4), Gemm(64, 64, 128, 4, 4)),
-        (None, Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8)),
+        Tiles(64, Gemm(64, 32, 128, 8, 4), Gemm(64, 64, 128, 8, 4), Gemm(64, 64, 128, 4, 4)),
+        Tiles(512, Gemm(64, 64, 128, 4, 4), Gemm(64, 128, 128, 3, 4), Gemm(64, 128, 128, 3, 4)),
+        Tiles(None, Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8)),
     ),
     "tcgen05": (
-        (128, Gemm(128, 64, 128, 3, 4), Gemm(128, 32, 128, 3, 4)),
-        (None, Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8)),
+        Tiles(128, Gemm(128, 32, 128, 3, 4), Gemm(128, 64, 128, 3, 4), Gemm(128, 64, 128, 3, 4)),
+        Tiles(None, Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8), Gemm(128, 128, 128, 3, 8)),
     ),
 }
-_WIDE_FROM = 5760  # rows of a weight: 90 tiles of 64
+_MORE_FROM, _MANY_FROM = 5760, 10240  # rows of a weight: 90 and 160 tiles of 64
 _ATTENTION: dict[Kind, tuple[Attention, Attention]] = {  # of few rows (decode, drafts), of many
     "mma": (Attention(16, 2, 4), Attention(64, 2, 8)),
     "wgmma": (Attention(64, 2, 4), Attention(128, 2, 8, True)),
     "tcgen05": (Attention(128, 2, 4), Attention(128, 2, 4)),
 }
+_FEW: dict[Kind, Few] = {"mma": Few(32, 16, 5, 4, 16), "wgmma": Few(32, 64, 5, 4, 64)}  # not yet for `tcgen05`
 
 
 def kind_of(capability: tuple[int, int]) -> Kind:
@@ -97,14 +121,26 @@ def gemm_fp8(capability: tuple[int, int], rows: int, cols: int) -> Gemm:
     return _chosen(_GEMMS_FP8[kind_of(capability)], rows, cols)
 
 
-def _chosen(table: tuple[tuple[int | None, Gemm, Gemm], ...], rows: int, cols: int) -> Gemm:
-    wide, narrow = next((wide, narrow) for most, wide, narrow in table if most is None or rows <= most)
-    return wide if cols >= _WIDE_FROM else narrow
+def _chosen(table: tuple[Tiles, ...], rows: int, cols: int) -> Gemm:
+    found = next(tiles for tiles in table if tiles.most is None or rows <= tiles.most)
+    return found.few if cols < _MORE_FROM else found.more if cols < _MANY_FROM else found.many
 
 
 def attention(capability: tuple[int, int]) -> tuple[Attention, Attention]:
     """The tiles for few rows and for many."""
     return _ATTENTION[kind_of(capability)]
+
+
+def few(capability: tuple[int, int]) -> Few:
+    """The tile of decode steps, where `few_rows` is not 0."""
+    return _FEW[kind_of(capability)]
+
+
+def few_rows(capability: tuple[int, int], head_dim: int) -> int:
+    """Rows up to which a sequence's attention has exchanged places; 0: not on such a GPU, or for such heads. The keys
+    of a step and the elements of a head become rows of a product, and must be as many as its instruction takes."""
+    tile, padded = _FEW.get(kind_of(capability)), max(16, 1 << (head_dim - 1).bit_length())
+    return tile.rows if tile is not None and keys_for(head_dim) == KEYS and padded >= tile.least_head else 0
 
 
 def keys_for(head_dim: int) -> int:

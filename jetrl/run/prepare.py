@@ -18,9 +18,11 @@ from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
+from jetrl.kernels.attention.latent import STEPS, require_sizes
 from jetrl.kernels.delta.parts import KERNEL_SIZES, KERNEL_WIDTH
 from jetrl.kernels.dispatch import require_delta, require_experts, require_latent
 from jetrl.kernels.support import require, require_precision
+from jetrl.model.latent_attention import sizes_of
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
@@ -31,6 +33,7 @@ from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.given import GivenAnswers
+from jetrl.run.mixed import check_mixed
 from jetrl.run.own_parts import load_own_parts
 from jetrl.run.teacher import check_rows, check_teacher, key_of, paths_of, teachers_of
 from jetrl.spec import DeltaSpec, ModelSpec
@@ -57,6 +60,7 @@ class Prepared:
     environment: Factory | None
     eos_ids: frozenset[int]  # the tokens that end a completion
     given_answers: GivenAnswers | None = None  # of method = "sft": makes trajectories of them
+    mixed_answers: GivenAnswers | None = None  # of teacher.given_fraction
     adapters: Adapters | None = None  # those that `model.path` names
 
 
@@ -106,7 +110,11 @@ def prepare(
         check_given(config, task, given)
     elif trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given, adapters_in(config))
+    mixed = GivenAnswers(config, tokenizer, ends) if trains and config.num_given else None
+    if mixed is not None:
+        check_mixed(config, task, sample(task, tokenizer, 0, config.rollout.prompts_per_step, config), mixed)
+    adapters = adapters_in(config)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given, mixed, adapters)
 
 
 def in_steps(config: Config, task: Task) -> Config:
@@ -167,6 +175,8 @@ def check_experts(config: Config, spec: ModelSpec) -> None:
         require_experts(config.kernels)
     if spec.latent is not None:
         require_latent(config.kernels)
+        if config.kernels != "reference":
+            require_sizes(sizes_of(spec), STEPS[config.kernels])
     if spec.delta is not None:
         require_delta(config.kernels)
         _check_delta(config, spec.delta)

@@ -23,19 +23,6 @@ class FrontSettings:
     sessions_bytes: int = 256 << 20  # that it may take
 
 
-def settings_of(
-    host: str, api_key: str | None, max_requests: int, sessions: Path | None, sessions_mib: int
-) -> FrontSettings:
-    """Of `jetrl serve`'s options; UserError for what cannot be served, or recorded."""
-    require_extra()
-    require_key(host, api_key)
-    if sessions is not None:
-        from jetrl.serve.session_log import require_folder
-
-        require_folder(sessions)
-    return FrontSettings(api_key, max_requests, sessions=sessions, sessions_bytes=sessions_mib << 20)
-
-
 def require_extra() -> None:
     """UserError where the packages of the extra `serve` are missing."""
     if missing := [package for package in packages("serve") if not package.fits]:
@@ -51,6 +38,17 @@ def require_key(host: str, api_key: str | None) -> None:
             f"host = {host!r}: others can reach this address, so a key is needed. Set the environment variable "
             "JETRL_API_KEY, or leave the address at 127.0.0.1."
         )
+
+
+def opened(host: str, port: int, settings: FrontSettings) -> socket.socket:
+    """The socket of a server, after all that can be refused before a model is loaded."""
+    from jetrl.serve.session_log import require_folder
+
+    require_extra()
+    require_key(host, settings.api_key)
+    if settings.sessions is not None:
+        require_folder(settings.sessions)
+    return listen(host, port)
 
 
 def is_loopback(host: str) -> bool:

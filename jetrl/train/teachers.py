@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.train.batches import MicroBatch, PackedBatch
-from jetrl.train.teacher_server import TeacherServer
+from jetrl.train.teacher_server import Judged, TeacherServer
 from jetrl.types import Group, Problem
 
 REST = ""  # the name of `teacher.path`: of all rows that no other one judges
@@ -97,14 +98,25 @@ def _rows(micro: MicroBatch, first: int) -> Iterator[Asked]:
         yield Asked(trajectory, np.concatenate([before, tokens[start:end]]), places + len(before))
 
 
-def server_logprobs(
-    server: TeacherServer, name: str, names: Sequence[str], batches: Sequence[PackedBatch]
-) -> dict[int, np.ndarray]:
-    """The server's log-probs of the policy's tokens of its trajectories, as `packing.held` has those of a pass: float32
-    [P] by place. UserError where the server does not answer."""
-    rows = asked_of(name, names, batches)
-    found: dict[int, np.ndarray] = {}
-    for row, judged in zip(rows, server.judge([row.tokens for row in rows]), strict=True):
-        before = found.get(row.trajectory, np.empty(0, np.float32))
-        found[row.trajectory] = np.concatenate([before, judged.logprobs[row.places]])
-    return found
+def server_judged(
+    server: TeacherServer, name: str, names: Sequence[str], batches: Sequence[PackedBatch], top: int,
+    vocab: int,
+) -> dict[int, Judged]:
+    """What the server says of the policy's tokens of its trajectories, [P] each by place, in the order of
+    `packing.held`. UserError where the server does not answer, or names tokens beyond the policy's `vocab`."""
+    rows, parts = asked_of(name, names, batches), dict[int, list[Judged]]()
+    for row, found in zip(rows, server.judge([row.tokens for row in rows], top), strict=True):
+        if top and len(found.top_tokens) and (most := int(found.top_tokens.max())) >= vocab:
+            raise UserError(
+                f"{server.key} = {server.url}: the token {most} is one of its most probable ones, and the policy has "
+                f"{vocab}. Serve a teacher of the policy's own family, or set teacher.top_k = 0."
+            )
+        of_loss = Judged(*(column[row.places] for column in (found.logprobs, found.top_tokens, found.top_logprobs)))
+        parts.setdefault(row.trajectory, []).append(of_loss)
+    return {
+        place: Judged(
+            np.concatenate([one.logprobs for one in own]), np.concatenate([one.top_tokens for one in own]),
+            np.concatenate([one.top_logprobs for one in own]),
+        )
+        for place, own in parts.items()
+    }

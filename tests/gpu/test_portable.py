@@ -107,6 +107,11 @@ class Packed:
         self.want = backend.attend_varlen(self.q, self.k, self.v, plan, self.scale, False)[0]
 
     def last(self, counts: list[int]) -> tuple[Tensor, Tensor]:
+        plan, rows = self.plan(counts)
+        return self.backend.attend_cached(self.q[rows], plan, 0, self.scale), self.want[rows]
+
+    def plan(self, counts: list[int]) -> tuple[PagedPlan, Tensor]:
+        """A step with the last tokens of each sequence, and which these are."""
         rows = torch.cat([torch.arange(b - n, b) for b, n in zip(self.starts[1:].tolist(), counts, strict=True)])
         cu = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=CUDA)
         plan = PagedPlan(
@@ -115,7 +120,7 @@ class Packed:
             kv_pages=tuple(self.table.shape[1] for _ in counts), block_table=self.table.to(CUDA),
             slots=torch.full((len(rows),), -1, device=CUDA),
         )
-        return self.backend.attend_cached(self.q[rows.to(CUDA)], plan, 0, self.scale), self.want[rows.to(CUDA)]
+        return plan, rows.to(CUDA)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -140,6 +145,28 @@ def test_a_row_of_attention_has_the_same_bits_however_it_comes(
         q, k.repeat_interleave(share, 0), v.repeat_interleave(share, 0), is_causal=True, scale=case.scale
     )
     torch.testing.assert_close(got.float(), exact.transpose(0, 1), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_codes_of_a_decode_step_come_from_the_same_kernel(fp8: bool, pow2: bool) -> None:
+    from jetrl.kernels.quantize.triton import quantize_act
+
+    case = Packed((32, 8, 128), [1, 64, 300, 1025], 128, fp8)
+    for counts in ([1] * 4, [1, 3, 8, 2], [1, 60, 1, 1]):
+        plan, rows = case.plan(counts)
+        got = case.backend.attend_cached_quantize(case.q[rows], plan, 0, case.scale, pow2)
+        want = quantize_act(case.backend.attend_cached(case.q[rows], plan, 0, case.scale).flatten(1), pow2)
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8)), counts
+        assert torch.equal(got.scale, want.scale), counts
+
+
+@pytest.mark.parametrize("name", ["codes of E4M3", "codes of E4M3 times powers of two"])
+def test_codes(name: str) -> None:
+    """All of them, by the instructions of this GPU."""
+    import triton_portable_cases
+
+    dict(triton_portable_cases.code_cases())[name]()
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

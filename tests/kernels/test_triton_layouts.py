@@ -13,23 +13,34 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import portable_resources as resources
+
+from jetrl.kernels import tiles
 from jetrl.kernels.attention import decode_chain as chain
 from jetrl.kernels.attention import decode_shared as shared
 from jetrl.kernels.attention import decode_split as split
+from jetrl.kernels.attention import portable_few
 from jetrl.kernels.gemm import coded_rows as coded
+from jetrl.kernels.quantize import e4m3
 from jetrl.kernels.quantize import triton as tq
 
 COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
 POINTERS = {
-    "table": "*i32", "lengths": "*i32", "members": "*i32", "tiles_of": "*i32", "arrived": "*i32", "codes": "*u8",
-    "q": "*bf16", "scales": "*bf16", "x": "*bf16", "weights": "*bf16", "out": "*bf16", "scale": "fp32",
+    "table": "*i32", "starts": "*i32", "lengths": "*i32", "members": "*i32", "tiles_of": "*i32", "arrived": "*i32",
+    "codes": "*u8", "q": "*bf16", "scales": "*bf16", "x": "*bf16", "weights": "*bf16", "out": "*bf16", "scale": "fp32",
 } | dict.fromkeys(
     ("units", "scores", "maxima", "shrinks", "acc", "accs", "sums", "tops", "parts", "code_scales"), "*fp32"
 )
 
 
-def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
+def for_hopper(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
     """The kernel in Triton's GPU dialect, and its shared memory."""
+    done = compiled(kernel, fp8, 90, **constants)
+    return done.asm["ttgir"], done.metadata.shared
+
+
+def compiled(kernel: Any, fp8: bool, arch: int, **constants: Any) -> Any:
+    """The kernel as Triton compiles it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -37,7 +48,7 @@ def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
     constants = COMMON | {"FP8": fp8} | constants
     pages = "*u8" if fp8 else "*bf16"
     kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages}
-    if kernel is shared._shared_kernel and fp8:
+    if kernel in (shared._shared_kernel, portable_few._few_kernel) and fp8:
         kinds["scales"] = "*i32"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     whole = ("n", "x_stride", "codes_stride")  # multiples of 16, as launches find them
@@ -47,22 +58,21 @@ def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return done.asm["ttgir"], done.metadata.shared
+    options = {"num_warps": 4, "enable_fp_fusion": False} | ({"launch_pdl": True} if arch >= 90 else {})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_chains_multiply_keys_in_their_natural_order(fp8: bool) -> None:
     shape = split.shape_for(8, 128, fp8)
-    code, _ = compiled(chain.chain_kernel, fp8, Q=4, COLS=shape.cols, AHEAD=shape.ahead, SUMS_AHEAD=split.SUMS_AHEAD)
+    code, _ = for_hopper(chain.chain_kernel, fp8, Q=4, COLS=shape.cols, AHEAD=shape.ahead, SUMS_AHEAD=split.SUMS_AHEAD)
     assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
     assert code.count("tt.dot ") == shape.ahead and "warp_group_dot" not in code
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(fp8: bool) -> None:
-    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, STAGES=shared.STAGES)
+    code, shared_bytes = for_hopper(shared._shared_kernel, fp8, S=16, STAGES=shared.STAGES)
     assert code.count("async_copy_global_to_local") >= (3 if fp8 else 2) * shared.STAGES
     assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and "warp_group_dot" in code
     assert shared_bytes <= 227 * 1024
@@ -74,16 +84,16 @@ def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_scores_multiply_the_head_in_its_natural_order(fp8: bool) -> None:
-    code, _ = compiled(split._scores_kernel, fp8, Q=4)
+    code, _ = for_hopper(split._scores_kernel, fp8, Q=4)
     assert code.count("tt.dot ") == 1 and set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
-    code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256)
+    code, _ = for_hopper(split._weights_kernel, fp8, Q=4, TP=256)
     assert "tt.dot" not in code
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 8), (32, 16), (64, 8), (64, 64)])
 def test_coded_weights_are_multiplied_in_the_order_of_a_bf16_gemm(rows: int, columns: int) -> None:
     """One chain over K in steps of 16, each thread with two neighbours of K: also where codes are widened before it."""
-    code, shared_bytes = compiled(coded._coded_rows_kernel, True, ROWS=rows, COLS=columns, STAGES=coded.STAGES)
+    code, shared_bytes = for_hopper(coded._coded_rows_kernel, True, ROWS=rows, COLS=columns, STAGES=coded.STAGES)
     assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and shared_bytes <= 227 * 1024
     chain = re.findall(r"%(\S+) = ttng.warp_group_dot %\S+ %\S+ %([^ #,]+)", code)
     if chain:  # of a step of 128: each adds to the one before
@@ -101,9 +111,9 @@ SIMPLE = {
 }
 
 
-def assembled(text: str, word: int) -> list[int]:
-    """What the few PTX instructions of `text` make of `word`: the 16-bit halves of $0 and $1."""
-    found = {"$2": word}
+def assembled(text: str, word: int, **more: int) -> list[int]:
+    """What the few PTX instructions of `text` make of `word` (and of `more`): the 16-bit halves of $0 and $1."""
+    found = {"$2": word} | {f"${name[1:]}": value for name, value in more.items()}
 
     def halves(x: int) -> torch.Tensor:
         return torch.tensor([x & 0xFFFF, x >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -123,6 +133,10 @@ def assembled(text: str, word: int) -> list[int]:
         elif op == "mul.bf16x2":
             low, high = ((halves(x[0]).double() * halves(x[1]).double()).bfloat16().view(torch.int16)).tolist()
             found[target] = (low & 0xFFFF) | (high & 0xFFFF) << 16
+        elif op == "fma.rn.bf16x2":  # products of BF16 are exact in float64, and so is their sum with -0
+            total = (halves(x[0]).double() * halves(x[1]).double() + halves(x[2]).double()).bfloat16()
+            low, high = total.view(torch.int16).tolist()
+            found[target] = (low & 0xFFFF) | (high & 0xFFFF) << 16
         else:
             found[target] = SIMPLE[op.removesuffix(".b32")](*x)
     return [found[name] >> shift & 0xFFFF for name in ("$0", "$1") for shift in (0, 16)]
@@ -138,3 +152,37 @@ def test_the_assembly_that_widens_codes() -> None:
             want = torch.tensor(now, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int16)
             got = assembled(tq._WIDEN.value, sum(c << 8 * k for k, c in enumerate(now)))
             assert got == [w & 0xFFFF for w in want.tolist()], now
+
+
+@pytest.mark.parametrize("power", [0, -9, 7, 8, 30, -60])
+def test_the_assembly_that_reads_codes_of_a_cache(power: int) -> None:
+    """All 256 codes times a power of two; NaN codes are where the power is NaN."""
+    unit = torch.tensor([2.0**power, float("nan")]).bfloat16()
+    for code in range(256):
+        four = [code, (code * 7 + 1) % 256, (code * 31 + 5) % 256, (code * 101 + 9) % 256]
+        values = torch.tensor(four, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        units = torch.where(values.isnan(), unit[1], unit[0])
+        want = (values * units.float()).bfloat16()
+        assert torch.equal((want.double() == values.double() * units.double()), ~values.isnan()), "exact"
+        words = [(x & 0xFFFF) | (y & 0xFFFF) << 16 for x, y in units.view(torch.int16).view(2, 2).tolist()]
+        got = assembled(e4m3._SCALED.value, sum(c << 8 * k for k, c in enumerate(four)), _3=words[0], _4=words[1])
+        for x, y in zip(got, want, strict=True):
+            value = torch.tensor(x - (x >> 15 << 16), dtype=torch.int16).view(torch.bfloat16)
+            assert value.isnan() if y.isnan() else x == int(y.view(torch.int16)) & 0xFFFF, four
+
+
+@pytest.mark.parametrize(("arch", "fp8"), [(80, False), (89, True), (90, True)])
+def test_portable_decode_steps_keep_the_order_of_keys_and_read_ahead(arch: int, fp8: bool) -> None:
+    """By what is compiled: each warp has keys of its own, operands hold two neighbours, and nothing spills."""
+    tile = tiles.few((arch // 10, arch % 10))
+    made = {"COLS": 16, "KEYS": 64, "HB": 128, "ONES": tile.ones, "STAGES": tile.stages, "QUANT": False}
+    done = compiled(portable_few._few_kernel, fp8, arch, **made, PDL=arch >= 90)
+    code = done.asm["ttgir"]
+    assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"} and set(re.findall(r"warpsPerCTA = (.*?), i", code)) == {
+        "[4, 1]"
+    }
+    assert code.count("warp_group_dot " if arch == 90 else "tt.dot ") == 3
+    loop = code[code.index("scf.for") :]
+    pending = re.search(r"async_wait .*num = (\d)", loop[: loop.index("dot")])
+    assert pending is not None and int(pending[1]) > 0, "while a step is computed, the next one is on its way"
+    assert done.metadata.shared <= 64 * 1024 and resources.used(done.asm["cubin"])["stack"] == 0

@@ -31,7 +31,6 @@ from jetrl.kernels.pointwise import swiglu as ts
 from jetrl.kernels.pointwise import triton as tp
 from jetrl.kernels.quantize import transpose as tt
 from jetrl.kernels.quantize import triton as tq
-from jetrl.kernels.update import digest_triton as tg
 from jetrl.kernels.update import triton as ta
 from jetrl.kernels.update.adamw import AdamWStep
 from jetrl.kernels.update.digest import Words, words_of
@@ -81,7 +80,7 @@ def fix_interpreter_rounding() -> None:
 if INTERPRET:
     fix_interpreter_rounding()
     tb._PROGRAMS = 16  # several tokens for each
-    tg._PLACES = 64  # several programs for a tensor
+    ta._PLACES = 64  # several programs for a tensor
 
 
 def equal(name: str, got: Tensor, want: Tensor) -> None:
@@ -518,7 +517,7 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
         on_device = [value.to(DEVICE) for value in values[:-1]]
         on_device.append(on_device[-1][1:])
         words, here = ([Words(words_of(v), start) for v in some] for some in (values, on_device))
-        equal("digests", tg.digests(here), backend.digests(words))
+        equal("digests", ta.digests(here), backend.digests(words))
 
     # a fold of 64, columns that are no multiple of 4, one column, words of 16 bits and of 8, vectors, nothing
     shapes = ((67, 1280), (9, 2 * 17 * 64), (5, 1), (3, 41), (70,), (1,), (), (0, 8), (2, 6, 1), (5, 6))

@@ -24,9 +24,12 @@ from torch import Tensor
 
 from jetrl.kernels import launch
 from jetrl.kernels import reference as ref
+from jetrl.kernels.attention import latent_portable as lp
+from jetrl.kernels.attention import latent_reference
 from jetrl.kernels.attention import portable as pa
 from jetrl.kernels.attention import portable_backward as pb
 from jetrl.kernels.attention import reference as attention_reference
+from jetrl.kernels.attention.latent import LatentSizes
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.experts import operands as eo
 from jetrl.kernels.experts import portable as pe
@@ -264,7 +267,23 @@ def _codes_kernel(x, rounded, converted, values, SIZE: tl.constexpr):
     tl.store(values + at, e4m3.values_of(code))
 
 
+@triton.jit
+def _scaled_kernel(codes, units, values, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(values + at, e4m3.scaled_values(tl.load(codes + at), tl.load(units + at)))
+
+
 def code_cases() -> Iterator[tuple[str, Case]]:
+    def scaled() -> None:
+        """Every code times every power of two that a head may have, to BF16; NaN codes where the power is NaN."""
+        codes, powers = torch.arange(256, dtype=torch.uint8), 2.0 ** torch.arange(-100.0, 110.0)
+        values = codes.view(torch.float8_e4m3fn).float()[None, :].expand(len(powers), 256)
+        units = torch.where(values.isnan(), float("nan"), powers[:, None]).bfloat16()
+        got = torch.zeros(units.shape, dtype=torch.bfloat16, device=DEVICE)
+        given = codes[None, :].expand(units.shape).contiguous()
+        _scaled_kernel[(units.numel() // 256,)](given.to(DEVICE), units.to(DEVICE), got, SIZE=256)
+        equal("values", got, (values * units.float()).bfloat16())
+
     def codes() -> None:
         """Every code, the middle between two, and the numbers next to each; beyond 448 and NaN."""
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -284,6 +303,7 @@ def code_cases() -> Iterator[tuple[str, Case]]:
         equal("values", values, want.float())
 
     yield "codes of E4M3", codes
+    yield "codes of E4M3 times powers of two", scaled
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -367,6 +387,11 @@ class Sequences:
 
     def paged(self, cache: LayerCache, counts: list[int]) -> tuple[Tensor, Tensor]:
         """Attention of the last tokens of each sequence over the cache, and what it should be."""
+        plan, rows = self.plan_of(cache, counts)
+        return pa.attend_cached(self.q[rows].to(DEVICE), plan, 0, self.scale), self.want[rows]
+
+    def plan_of(self, cache: LayerCache, counts: list[int]) -> tuple[PagedPlan, Tensor]:
+        """A step with the last tokens of each sequence, and which these are."""
         rows = torch.cat([torch.arange(b - n, b) for b, n in zip(self.starts[1:], counts, strict=True)])
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE)
         plan = PagedPlan(
@@ -375,7 +400,7 @@ class Sequences:
             kv_pages=tuple(self.table.shape[1] for _ in counts), block_table=self.table.to(DEVICE),
             slots=torch.full((len(rows),), -1, device=DEVICE),
         )
-        return pa.attend_cached(self.q[rows].to(DEVICE), plan, 0, self.scale), self.want[rows]
+        return plan, rows
 
 
 def attention_cases() -> Iterator[tuple[str, Case]]:
@@ -388,6 +413,35 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
         for counts in ([1] * len(lengths), [min(3, n) for n in lengths], [1, *(max(1, n // 2) for n in lengths[1:])]):
             equal(f"the last {counts}", *case.paged(cache, counts))
 
+    def quantized(fp8: bool, pow2: bool) -> None:
+        """Codes of the result from the same kernel, heads of 128: what the quantizer makes of it."""
+        on("mma")
+        case = Sequences([70, 3], 4, 2, 128, 16, fp8)
+        cache = case.cache()
+        for counts in ([1, 1], [5, 2], [20, 1]):  # the last by the tile for many
+            plan, rows = case.plan_of(cache, counts)
+            q = case.q[rows].to(DEVICE)
+            want = tq.quantize_act(pa.attend_cached(q, plan, 0, case.scale).flatten(1), pow2)
+            got = pa.attend_cached_quantize(q, plan, 0, case.scale, pow2)
+            equal(f"codes {counts}", got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+            equal(f"scales {counts}", got.scale, want.scale)
+
+    def broken() -> None:
+        """What is infinite or NaN in a key or a value comes out as in training."""
+        on("mma")
+        case = Sequences([40, 30], 2, 1, 32, 16, True)
+        case.k[3, 0, 5], case.k[41, 0, 1] = float("inf"), float("nan")
+        case.v[45, 0] = float("-inf")
+        case.v[50, 0, 2] = float("nan")
+        case.k, case.v = case.k.clone(), case.v.clone()
+        packed = pa.attend_varlen(
+            case.q.to(DEVICE), ref.round_heads(case.k).to(DEVICE), ref.round_heads(case.v).to(DEVICE), case.plan(),
+            case.scale, False,
+        )[0]
+        assert packed.isnan().any() and packed.isfinite().any()
+        got, _ = case.paged(case.cache(), [1, 1])
+        equal("the last rows", got, packed[[39, 69]])
+
     sizes = (
         ([70, 1, 129], 4, 2, 16, 16), ([64, 65], 3, 3, 40, 128), ([150, 2, 33], 6, 1, 64, 24), ([40], 2, 1, 136, 16),
     )
@@ -397,9 +451,47 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
                 yield f"attention {kind} {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}", partial(
                     attend, kind, lengths, n, g, h, page, fp8
                 )
+    for fp8, pow2 in ((False, False), (True, True)):
+        yield f"attention and codes of it, fp8 {fp8}", partial(quantized, fp8, pow2)
+    yield "attention of what is not finite", broken
 
 
 def gradient_cases() -> Iterator[tuple[str, Case]]:
+    def latent(stems: tuple[int, ...]) -> None:
+        """Of latent attention, with values smaller and larger than keys."""
+        from jetrl.kernels.dispatch import served_by
+        from jetrl.kernels.registry import load
+
+        for sizes in (LatentSizes(3, 12, 16, 16, 16), LatentSizes(2, 8, 16, 16, 40)):
+            gen, lengths = torch.Generator().manual_seed(sizes.heads), (40, 9, 30)
+            q = torch.randn(sum(lengths), sizes.heads, sizes.nope + sizes.rope, generator=gen).bfloat16()
+            row = torch.randn(sum(lengths), sizes.rank + sizes.rope, generator=gen).bfloat16()
+            w = torch.randn(sizes.heads * (sizes.nope + sizes.value), sizes.rank, generator=gen).mul_(0.3).bfloat16()
+            grad = torch.randn(sum(lengths), sizes.heads * sizes.value, generator=gen).bfloat16()
+            starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+            plan = varlen_plan(starts.to(DEVICE), lengths, stems)
+            operand = latent_reference.prepare_latent(w, sizes)
+            absorbed = latent_reference.latent_absorb(q, operand, sizes)
+            host = varlen_plan(starts, lengths, stems)
+            a, _ = latent_reference.latent_attend(absorbed, row, host, 0.2, sizes, False)
+            out = latent_reference.latent_lift(a, operand, sizes)
+            want = latent_reference.latent_backward(grad, q, row, w, operand, host, 0.2, sizes, out, None)
+            sees = row if host.keys is None else row[host.keys.rows]
+            spans = host.cu_seqlens if host.keys is None else host.keys.cu_seqlens
+            lse = torch.empty(sizes.heads, len(q))
+            for i, n in enumerate(lengths):  # log-sums by float64
+                mine, keys = slice(int(starts[i]), int(starts[i]) + n), sees[int(spans[i]) : int(spans[i + 1])]
+                s = torch.einsum("tnh,kh->ntk", absorbed[mine].double(), keys.double()) * 0.2
+                unseen = torch.ones(s.shape[1:], dtype=torch.bool).triu(len(keys) - n + 1)
+                lse[:, mine] = s.masked_fill(unseen, float("-inf")).logsumexp(-1).float()
+            with served_by(torch.device("cpu"), load("triton")):
+                given = (x.to(DEVICE) for x in (grad, q, row, w))
+                held = lp.prepare_latent(w.to(DEVICE), sizes)
+                got = lp.latent_backward(*given, held, plan, 0.2, sizes, out.to(DEVICE), lse.to(DEVICE))
+            for name, x, y in zip(("dq", "d_row", "d_kv"), got, want, strict=True):
+                error = (x.cpu().float() - y.float()).norm() / y.float().norm()
+                assert error < 0.012, f"{sizes} {name}: relative error {error:.4f}"
+
     def gradients(lengths: list[int], stems: tuple[int, ...], n: int, g: int, h: int) -> None:
         on("wgmma")
         gen = torch.Generator().manual_seed(sum(lengths))
@@ -423,6 +515,10 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
         ([50], (), 2, 1, 136),
     ):
         yield f"gradients of attention {lengths} {stems} {n}/{g} x {h}", partial(gradients, lengths, stems, n, g, h)
+
+
+    for stems in ((), (-1, 0, 0)):
+        yield f"gradients of latent attention {stems}", partial(latent, stems)
 
 
 def all_cases() -> list[tuple[str, Case]]:

@@ -71,6 +71,19 @@ def test_our_server_gives_the_bits_of_the_teacher_in_the_run(here: Path, server:
     assert found.same and found.checked, found
 
 
+def test_a_server_names_the_same_tokens_as_the_teacher_in_the_run(
+    teacher: Path, server: Served, tmp_path: Path
+) -> None:
+    """With `teacher.top_k`; a replay says what it lacks."""
+    several = {"teacher.top_k": 3, "train.steps": 2}
+    one = tiny_run(tmp_path / "here", distilling(teacher, **several, **{"teacher.precision": "fp8"}))
+    other = tiny_run(tmp_path / "there", distilling(server.url, **several))
+    same_bits(one, other, 2)
+    assert all(row["policy/teacher_kl_top_k"] > 0 for row in numbers(other)[1:])
+    with pytest.raises(UserError, match="cannot be made again: teacher.top_k = 3, and what http"):
+        replay(other, 2, "update")
+
+
 def test_a_server_that_dies_costs_one_step(
     here: Path, teacher: Path, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Causal attention in plain Triton, for any GPU from sm_80 on: one kernel for packed sequences, prompts in chunks,
-decode steps and drafts, over packed keys or the pages of a cache, in BF16 or FP8.
+decode steps and drafts, over packed keys or the pages of a cache, in BF16 or FP8. (`portable_few.py` takes the same
+steps for few rows, where it serves.)
 
 A row is a query head of a token; the heads that share a key head are rows of one tile, so keys are read once for all of
 them. Each row takes these steps, whatever the tile around it:
@@ -31,13 +32,15 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels import launch, tiles
+from jetrl.kernels.attention import portable_few
 from jetrl.kernels.attention.cache import write_cache
 from jetrl.kernels.attention.portable_backward import gradients
 from jetrl.kernels.attention.reference import add_shared, copied
 from jetrl.kernels.launch import begin
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.e4m3 import held, values_of
-from jetrl.kernels.quantize.triton import quantize_act
+from jetrl.kernels.quantize.triton import new_heads, quantize_act
+from jetrl.precision.formats import BLOCK
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 _ONES = tl.constexpr(16)  # columns of the product that sums the weights: the fewest that a tensor core takes
@@ -200,20 +203,26 @@ def attend_varlen(
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already.
 
-    Decoding sequences come first in a step of the engine: those with few rows have a launch of their own, with the tile
-    for few. Pages that sequences share (`plan.shared`) are read by each of them.
+    Decoding sequences come first in a step of the engine: those with few rows have a launch of their own, by
+    `portable_few.py` or else with the tile for few. Pages that sequences share (`plan.shared`) are read by each of
+    them.
     """
     _check(q)
     cache, q = plan.cache.layer(layer), q.contiguous()
     out = torch.empty_like(q)
     few, many = tiles.attention(launch.CAPABILITY)
-    share = q.shape[1] // cache.keys.shape[2]
-    lengths = plan.query_lengths
-    first = next((i for i, n in enumerate(lengths) if n * share > few.rows), len(lengths))
+    share, lengths = q.shape[1] // cache.keys.shape[2], plan.query_lengths
+    exchanged = portable_few.most_rows(q.shape[2])
+    first = next((i for i, n in enumerate(lengths) if n * share > (exchanged or few.rows)), len(lengths))
     for part, tile in ((slice(0, first), few), (slice(first, len(lengths)), many)):
-        if part.start < part.stop:
-            starts = plan.cu_seqlens[part.start : part.stop + 1]
-            _paged(q, cache, plan, part, starts, max(lengths[part]), scale, out, tile)
+        longest = max(lengths[part], default=0)
+        if not longest:
+            continue
+        starts = plan.cu_seqlens[part.start : part.stop + 1]
+        if exchanged and tile is few:
+            portable_few.attend(q, cache, plan.block_table[part], starts, plan.kv_lengths[part], longest, scale, out)
+        else:
+            _paged(q, cache, plan, part, starts, longest, scale, out, tile)
     return out
 
 
@@ -229,8 +238,18 @@ def _paged(
 
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
-    """`quantize_act(attend_cached(...).flatten(1))`."""
-    return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
+    """`quantize_act(attend_cached(...).flatten(1))`; in the same kernel where all sequences have few rows and a head is
+    a group of the quantizer."""
+    _check(q)
+    cache, longest = plan.cache.layer(layer), max(plan.query_lengths, default=0)
+    rows = longest * (q.shape[1] // cache.keys.shape[2])
+    if q.shape[2] != BLOCK or not 0 < rows <= portable_few.most_rows(BLOCK):
+        return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
+    quantized = new_heads(q)
+    portable_few.attend(
+        q.contiguous(), cache, plan.block_table, plan.cu_seqlens, plan.kv_lengths, longest, scale, None, quantized, pow2
+    )
+    return quantized
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:

@@ -26,9 +26,10 @@ ELEMENTS = 1 << 26  # FP32 numbers of a chunk: of its rows of the head, or of it
 
 @torch.no_grad()
 def top_tokens(hidden: Tensor, prepared: Any, vocab: int, count: int) -> Tensor:
-    """The `count` most probable tokens of each row of `hidden` [T, D], the most probable first: int64 [T, count]."""
+    """The `count` most probable of the first `vocab` tokens for each row of `hidden` [T, D], the most probable first:
+    int64 [T, count]."""
     rows = max(1, ELEMENTS // vocab)
-    parts = [head_logits(part, prepared).topk(count, dim=1).indices for part in hidden.split(rows)]
+    parts = [head_logits(part, prepared)[:, :vocab].topk(count, dim=1).indices for part in hidden.split(rows)]
     return torch.cat(parts) if len(hidden) else torch.empty(0, count, dtype=torch.int64, device=hidden.device)
 
 

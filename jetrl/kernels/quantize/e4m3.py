@@ -8,9 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetrl.kernels.launch import E4M3, OLD_MMA
+from jetrl.kernels.launch import E4M3, OLD_MMA, ON_GPU
 
 _NAN = tl.constexpr(0x7F)
+# Four codes, and the BF16 that each is multiplied by, in two words. A code's bits, four places up in 16 bits, are
+# 2**-120 of its value in BF16; a product with 0x7b80, 2**120, is exact, denormals included, and so is the next one.
+# (`fma` with -0, as a product alone begins with sm_90.)
+_SCALED = tl.constexpr("""{ .reg .b32 high, low, t, c, z; mov.b32 c, 0x7b807b80; mov.b32 z, 0x80008000;
+    shr.b32 t, $2, 4; and.b32 t, t, 0x07070707; and.b32 high, $2, 0x80808080; or.b32 high, high, t;
+    shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0;
+    prmt.b32 t, low, high, 0x5140; fma.rn.bf16x2 t, t, c, z; fma.rn.bf16x2 $0, t, $3, z;
+    prmt.b32 t, low, high, 0x7362; fma.rn.bf16x2 t, t, c, z; fma.rn.bf16x2 $1, t, $4, z; }""")
 
 
 @triton.jit
@@ -24,6 +32,19 @@ def values_of(codes):
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((bits & 0x7F) == _NAN, float("nan"), value)
+
+
+@triton.jit
+def scaled_values(codes, unit):
+    """The values of E4M3 codes (bytes) times BF16 powers of two of their shape, in BF16: exact where BF16 has the
+    product. Both NaN codes count as 480 (the quantizer writes them where the power is NaN or infinite, too).
+
+    "Not pure", as in `held`.
+    """
+    if ON_GPU:
+        return tl.inline_asm_elementwise(_SCALED, "=&r,=&r,r,r,r", [codes, unit], tl.bfloat16, False, 4)
+    else:
+        return (values_of(codes) * unit.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

@@ -8,6 +8,6 @@ OPS = (
     Op("adamw_step_", reference="reference", hopper="update.triton"),
     Op("row_squares", reference="update.reference", hopper="update.triton"),
     Op("add_in_order", reference="update.reference", hopper="update.triton"),
-    Op("digests", reference="update.reference", hopper="update.digest_triton"),
+    Op("digests", reference="update.reference", hopper="update.triton"),
     Op("sum_of_two", reference="update.reference", hopper="update.triton"),
 )

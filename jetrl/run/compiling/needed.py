@@ -124,8 +124,8 @@ def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:
     delta = spec.delta
     if delta is not None:  # in the run's precision a layer of each kind, whichever are in BF16
         inner = range(first, spec.num_layers - last)
-        kinds = [[i for i in inner if (i in delta.layers) is linear] for linear in (True, False)]
-        layers = max(layers, *(found[0] + 1 + last for found in kinds if found))
+        of_kind = [[i for i in inner if (i in delta.layers) is linear] for linear in (True, False)]
+        layers = max(layers, *(found[0] + 1 + last for found in of_kind if found))
         delta = replace(delta, layers=tuple(i for i in delta.layers if i < layers))
     quant = q.model_copy(update={"num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last})
     return config.model_copy(update={"quant": quant}), replace(spec, num_layers=layers, experts=experts, delta=delta)

@@ -19,7 +19,10 @@ RL = {
 
 
 def settings(temperature: float = 1.0, **rl: Any) -> Any:
-    return SimpleNamespace(rl=SimpleNamespace(**RL | rl), rollout=SimpleNamespace(temperature=temperature))
+    return SimpleNamespace(
+        rl=SimpleNamespace(**RL | rl), rollout=SimpleNamespace(temperature=temperature),
+        teacher=SimpleNamespace(top_k=0), supervised=False,
+    )
 
 
 def group(rewards: tuple[float, ...], advantages: tuple[float | tuple[float, ...], ...], same: bool = False) -> Group:
@@ -132,7 +135,6 @@ def test_an_update_that_learns_is_told_nothing() -> None:
 
 def test_a_step_tells_of_old_weights_and_of_answers_that_got_too_old() -> None:
     config = settings()
-    config.supervised = False
     learns = [group((1.0, 0.0), (1.0, -1.0))]
     metrics = {"rl/ess": 0.3, "rollout/dropped_stale": 3.0, "rollout/carried": 1.0, "policy/grad_norm": 1.0}
     told = dict(hints(metrics, config, learns, learns))

@@ -16,7 +16,7 @@
   seconds also times the share of the shape's layers, as decode steps take it. `synchronous` is `roll_out`, `overcommit
   N` is `carry_turns.talk_on`. Between two steps, where a run updates, tools work on for their seconds, not counted.
 - digests: RL steps of `recipes_on_random.py`'s stand-ins for gsm8k_qwen3_8b with `--layers` layers. Steps take turns:
-  without digests, with them, and with every digest waited for, whose time is counted.
+  without digests, with them, and with every call for digests waited for, whose time is counted.
 
 Each part writes `results/carry_<part>.json` as rows come. `--tiny`: a model for a CPU, to debug.
 """
@@ -52,7 +52,7 @@ from jetrl.run.carried import lags
 from jetrl.run.replay import keeping
 from jetrl.run.stopping import StopRequest
 from jetrl.spec import ModelSpec
-from jetrl.train.digests import UNSEEN, Digests
+from jetrl.train.digests import UNSEEN, Digests, Named
 from jetrl.types import (
     Completion,
     Problem,
@@ -368,19 +368,17 @@ def tools(args: argparse.Namespace, saved: Saved) -> Rows:
 
 
 class TimedDigests(Digests):
-    """Digests, each of which is waited for: their seconds without what else the device does."""
+    """Digests, each call of which is waited for: their seconds without what else the device does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds, self.count, self.bytes = 0.0, 0, 0
 
-    def add(self, name: str, value: torch.Tensor | None, start: int = 0) -> None:
-        if value is None:
-            return
-        self.count += 1
-        self.bytes += value.numel() * value.element_size()
+    def add_all(self, named: Sequence[Named]) -> None:
+        self.count += len(named)
+        self.bytes += sum(one.value.nbytes for one in named)
         began = waited()
-        super().add(name, value, start)
+        super().add_all(named)
         self.seconds += waited() - began
 
 

@@ -1,4 +1,4 @@
-"""A taskset and a harness for `verifiers`: the policy guesses a number from 1 to 9 (`examples/agent_verifiers.toml`).
+"""A taskset and a harness for `verifiers`: the policy guesses a number from 1 to 7 (`examples/agent_verifiers.toml`).
 
 Nothing here knows of jetrl: it is an environment as its authors write them. The harness is a loop in this process; most
 are programs (docs/SERVE.md).
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import httpx
 import verifiers.v1 as vf
 
-TURNS = 4
+MOST, TURNS = 7, 3
 
 
 class GuessData(vf.TaskData):
@@ -21,24 +21,23 @@ class GuessData(vf.TaskData):
 
 
 class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
-    """Pays for the right number, and more if it comes early."""
+    """Pays for the right number."""
 
     @vf.reward
     async def found(self, trace: vf.Trace) -> float:
-        """1 for the first guess, less for each later one; where none is right, a little for digits."""
+        """1 for the right number, -0.1 for each guess that is none."""
         guesses = [str(message.content) for message in trace.assistant_messages]
-        right = [turn for turn, guess in enumerate(guesses) if guess == str(self.data.secret)]
-        digits = sum(guess.isascii() and guess.isdigit() for guess in guesses)
-        return 1.0 - right[0] / (2 * TURNS) if right else 0.1 * digits / TURNS
+        wrong = sum(not (guess.isascii() and guess.isdigit()) for guess in guesses)
+        return float(str(self.data.secret) in guesses) - 0.1 * wrong
 
 
 class GuessTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):
     """One task for each number."""
 
     def load(self) -> Iterable[GuessTask]:
-        """The numbers 1 to 9."""
-        for secret in range(1, 10):
-            yield GuessTask(GuessData(prompt="1:9?", secret=secret), self.config.task)
+        """The numbers 1 to 7."""
+        for secret in range(1, MOST + 1):
+            yield GuessTask(GuessData(prompt=f"1:{MOST}?", secret=secret), self.config.task)
 
 
 class GuessHarness(vf.Harness[vf.HarnessConfig]):

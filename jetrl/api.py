@@ -25,6 +25,7 @@ from jetrl.huggingface import export as export_module
 from jetrl.huggingface import hub
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import is_adapters, read_adapters
+from jetrl.huggingface.carried import may_hold_more, names_of
 from jetrl.huggingface.merge import export_adapters, export_merged
 from jetrl.kernels.dispatch import definition
 from jetrl.kernels.support import capability
@@ -328,14 +329,15 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
     """
     m = config.model
     tokenizer, revision = m.tokenizer, m.tokenizer_revision
-    if tokenizer is None and not hf.has_tokenizer(folder):
+    adapters = is_adapters(folder)
+    if tokenizer is None and not hf.has_tokenizer(folder) and not adapters:  # adapters have at least their base's
         tokenizer, revision = m.path, m.revision
     elif hf.has_tokenizer(folder) and not any(split_override(text)[0] in _TOKENIZER for text in overrides):
         builtin = tokenizer is not None and tokenizer.startswith(BUILTIN_PREFIX)
         if not (builtin and is_arithmetic(hf.load_tokenizer_from(folder))):
             tokenizer = revision = None
     model = ModelConfig(path=str(folder), tokenizer=tokenizer, tokenizer_revision=revision)
-    lora = LoraConfig(**read_adapters(folder).settings()) if is_adapters(folder) else LoraConfig()
+    lora = LoraConfig(**read_adapters(folder).settings()) if adapters else LoraConfig()
     return config.model_copy(update={"model": model, "lora": lora})
 
 
@@ -388,12 +390,16 @@ def export_checkpoint(
     own = None if config is None else recipe_of(config, spec)
     recipe = own if own is not None and own.name != "bf16" else None
     base = None
-    if config is not None and config.model.path is not None and spec.delta is not None:
+    if config is not None and config.model.path is not None and (spec.delta is not None or spec.latent is not None):
+        path, revision = config.model.path, config.model.revision
         try:
-            base = model_folder(config.model.path, config.model.revision)
+            if may_hold_more(model_folder(path, revision, verify=False, weights=False)):
+                base = model_folder(path, revision)
         except UserError as error:
-            say(f"The text model alone, without the parts of {config.model.path} that jetrl does not train: {error}")
+            say(f"The trained model alone, without the parts of {path} that jetrl does not train: {error}")
     written = export_module.export(folder, out, fp8, recipe, trained_with=own, base=base)
+    if parts := names_of(written):
+        say(f"Carried through as they were: {len(parts)} tensors that jetrl does not train ({some(parts)}).")
     if rest := export_module.left_out(folder):
         say(f"Left out, because jetrl does not know them as files of a model: {some(rest)}")
     return written

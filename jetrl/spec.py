@@ -111,10 +111,13 @@ class ExpertSpec:
     step: int = 1
     dense_layers: tuple[int, ...] = ()
     deepseek: DeepSeekSpec | None = None
+    gated_shared: int | None = None  # the width of one shared expert whose row is multiplied by sigmoid of its gate
 
     @property
     def shared_size(self) -> int:
         """The width of the shared experts together; 0: there are none."""
+        if self.gated_shared is not None:
+            return self.gated_shared
         return 0 if self.deepseek is None else self.deepseek.shared * self.intermediate_size
 
     def in_layer(self, layer: int) -> bool:
@@ -189,7 +192,7 @@ class ModelSpec:
 
 def stated(spec: ModelSpec) -> dict[str, Any]:
     """A spec as plain data, without what a model does not have: digests and names of caches are made of it."""
-    parts = {"experts", "latent", "deepseek", "yarn"}
+    parts = {"experts", "latent", "deepseek", "gated_shared", "yarn"}
 
     def without(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -225,11 +228,12 @@ def _shape(
 
 def _hybrid(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], delta: tuple[int, int, int],
-    max_position: int, tied: bool, theta: float = 1e7,
+    max_position: int, tied: bool, theta: float = 1e7, experts: ExpertSpec | None = None,
 ) -> ModelSpec:
     """Qwen3.5: three layers of Gated DeltaNet, then one of gated attention. `delta`: key heads, value heads, size."""
     key_heads, value_heads, size = delta
-    spec = _shape("qwen3_5_text", vocab, hidden, intermediate, layers, heads, theta, max_position, tied)
+    family = "qwen3_5_text" if experts is None else "qwen3_5_moe_text"
+    spec = _shape(family, vocab, hidden, intermediate, layers, heads, theta, max_position, tied, experts=experts)
     linear = DeltaSpec(
         key_heads=key_heads, value_heads=value_heads, key_dim=size, value_dim=size, conv_width=4,
         layers=tuple(i for i in range(layers) if (i + 1) % 4),
@@ -241,6 +245,9 @@ def _hybrid(
 
 _A3B = ExpertSpec(count=128, per_token=8, intermediate_size=768, normalized=True)
 _TINY_EXPERTS = ExpertSpec(count=16, per_token=4, intermediate_size=96, normalized=True)
+
+_GATED_A3B = ExpertSpec(count=256, per_token=8, intermediate_size=512, normalized=True, gated_shared=512)
+_TINY_GATED = replace(_TINY_EXPERTS, gated_shared=160)
 
 _LATENT = LatentSpec(rank=512, nope=128, rope=64, value=128)
 _MOONLIGHT = ExpertSpec(
@@ -265,8 +272,9 @@ _TINY_V3 = ExpertSpec(
 _TINY_YARN = YarnSpec(factor=4.0, original_max_position=128, mscale=1.0, mscale_all_dim=1.0)
 
 # The shapes of published models, for certificates and benchmarks with random weights. Source: their config.json files.
-# "tiny-moe", "tiny-mla" and "tiny-hybrid" are ours, for a CPU, with sizes that are no multiples of 128: experts, latent
-# attention with all that DeepSeek-V3 adds, and Gated DeltaNet. "mini-v3" has its head sizes, for the kernels of a GPU.
+# "tiny-moe", "tiny-mla", "tiny-hybrid" and "tiny-hybrid-moe" are ours, for a CPU, with sizes that are no multiples of
+# 128: experts, latent attention with all that DeepSeek-V3 adds, and Gated DeltaNet. "mini-v3" has its head sizes, for
+# the kernels of a GPU.
 SHAPES = {
     "smollm2-135m": _shape("llama", 49152, 576, 1536, 30, (9, 3, 64), 1e5, 8192, True, 1e-5),
     "qwen3-0.6b": _shape("qwen3", 151936, 1024, 3072, 28, (16, 8, 128), 1e6, 40960, True),
@@ -296,6 +304,10 @@ SHAPES = {
     "qwen3.5-2b": _hybrid(248320, 2048, 6144, 24, (8, 2, 256), (16, 16, 128), 262144, True),
     "qwen3.5-4b": _hybrid(248320, 2560, 9216, 32, (16, 4, 256), (16, 32, 128), 262144, True),
     "qwen3.5-9b": _hybrid(248320, 4096, 12288, 32, (16, 4, 256), (16, 32, 128), 262144, False),
+    "qwen3.5-35b-a3b": _hybrid(
+        248320, 2048, 512, 40, (16, 2, 256), (16, 32, 128), 262144, False, experts=_GATED_A3B
+    ),
+    "tiny-hybrid-moe": _hybrid(512, 192, 160, 4, (6, 2, 32), (2, 4, 32), 512, True, 1e4, _TINY_GATED),
     "tiny-hybrid": _hybrid(512, 192, 448, 4, (6, 2, 32), (2, 4, 32), 512, True, 1e4),
     "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, (32, 8, 128), 5e5, 131072, False, 1e-5, True),
     "llama-3.3-70b": _shape("llama", 128256, 8192, 28672, 80, (64, 8, 128), 5e5, 131072, False, 1e-5, True),

@@ -34,8 +34,8 @@ ARCHITECTURE, ENVIRONMENTS = PAGES["docs/ARCHITECTURE.md"], PAGES["docs/ENVIRONM
 FILE = re.compile(r"(?<![\w/.<-])([\w-]+(?:/[\w.-]+)*\.(?:py|md|toml|js|css|j2|json))\b")
 # Files that only a run, a user or a Hugging Face folder has.
 ELSEWHERE = {
-    "config.json", "generation_config.json", "metrics.jsonl", "samples.jsonl", "config.toml", "env.json",
-    "path/to/file.py", "my_tools.py",
+    "config.json", "adapter_config.json", "generation_config.json", "metrics.jsonl", "samples.jsonl", "config.toml",
+    "env.json", "path/to/file.py", "my_tools.py",
 }
 
 

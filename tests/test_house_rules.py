@@ -80,7 +80,6 @@ REACHED_THROUGH = {
     "kernels/attention/flash": "kernels/attention/table",
     "kernels/pointwise/reference": "kernels/pointwise/table",
     "kernels/quantize/reference": "kernels/quantize/table",
-    "kernels/update/reference": "kernels/update/table",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
     "huggingface/tokenizer": "huggingface/read",

@@ -28,6 +28,7 @@ from jetrl.parity.certificate import Workload, certify
 from jetrl.precision.recipe import build_recipe
 from jetrl.report.recorder import ENV_FILE
 from jetrl.run import loop
+from jetrl.run.prepare import prepare
 
 BY_NAME = {"model": {"path": "acme/tiny"}}
 ROOT = Path(__file__).parents[1]
@@ -124,6 +125,73 @@ def test_parity_eval_and_export(cache: Path, models: dict[str, Path], tmp_path: 
     assert load_for_parity("acme/tiny", "", "cpu")[0].recipe.name == "fp8"
     with pytest.raises(UserError, match="acme/tiny is not a folder here, .* belongs to no run.*Give --recipe"):
         evaluate_checkpoint("acme/tiny", None, [])
+
+
+@pytest.fixture
+def adapters(cache: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """acme/lora in the cache, without a tokenizer: adapters over acme/tiny, which they name without a revision; their
+    folder, and what a run says that goes on from them."""
+    lora: dict[str, Any] = {"lora.rank": 2, "lora.targets": ["q_proj", "down_proj"], "train.lr": 1e-2}
+    run_dir = tiny_run(tmp_path / "made", BY_NAME | lora | {"train.steps": 1, "checkpoint.save_interval": 1})
+    saved = run_dir / "checkpoints" / "step_000001" / "model"
+    said = json.loads((saved / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["revision"]) == ("acme/tiny", ONE)
+    files = {name: data for name, data in files_of(saved).items() if "adapter" in name}
+    files["adapter_config.json"] = json.dumps(said | {"revision": None}).encode()
+    return write_cache(cache, "acme/lora", files, TWO), lora | {"model": {"path": "acme/lora"}}
+
+
+def test_a_run_from_adapters_of_the_hub_stays_on_their_commit_and_on_that_of_their_base(
+    cache: Path, adapters: tuple[Path, dict[str, Any]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, changes = adapters
+    straight = tiny_run(tmp_path / "folder", changes | {"model": {"path": str(folder)}})
+    run_dir = tiny_run(tmp_path / "named", changes | {"train.steps": 2})
+    config = load_config(run_dir / "config.toml")
+    assert (config.model.revision, config.model.base_revision) == (TWO, ONE)
+    assert json.loads((run_dir / ENV_FILE).read_text())["hub"] == [
+        {"key": "model.path", "name": "acme/lora", "asked": None, "commit": TWO},
+        {"key": "model.base_revision", "name": "acme/tiny", "asked": None, "commit": ONE},
+    ]
+    saved = json.loads((run_dir / "checkpoints/step_000002/model/adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["revision"]) == ("acme/tiny", ONE)
+    write_cache(cache, "acme/tiny", files_of(models[TWO]), TWO)  # the base moves on
+    again = tiny_run(tmp_path / "named", changes | {"checkpoint.resume": "auto"})
+    assert again == run_dir and weights_hash(run_dir, 4) == weights_hash(straight, 4)
+    with pytest.raises(UserError, match="adapters of another base: they were trained over one with the digest"):
+        tiny_run(tmp_path / "moved", changes)
+
+
+def test_adapters_of_the_hub_in_every_command(
+    cache: Path, adapters: tuple[Path, dict[str, Any]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    folder, changes = adapters
+    tokens = [3, 4, 5, 6, 7]
+    by_name, by_folder = load_model("acme/lora"), load_model(folder)
+    assert torch.equal(by_name.logprobs(tokens), by_folder.logprobs(tokens))
+    assert not torch.equal(by_name.logprobs(tokens), load_model("acme/tiny").logprobs(tokens))
+    model, name, formats = load_for_parity("acme/lora", "", "cpu")
+    assert "adapters of rank 2 beside q_proj, down_proj" in formats
+    assert certify(model, Workload(2, 8, 4, 7, 16), name, lambda _: None).ok
+    (tmp_path / "r.toml").write_text(to_toml(tiny_config(tmp_path, changes)))
+    assert evaluate_checkpoint("acme/lora", tmp_path / "r.toml", [])[2]
+    out = export_checkpoint("acme/lora", tmp_path / "out", fp8=False)
+    assert (out / "adapter_model.safetensors").read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
+    called = CliRunner().invoke(app, ["train", "r.toml", "--dry-run"])
+    assert called.exit_code == 0 and f'base_revision = "{ONE}"' in called.stdout, called.exception
+    assert "weights of acme/lora are in" in called.stderr and "weights of acme/tiny are in" in called.stderr
+    assert CliRunner().invoke(app, ["flow", "r.toml"]).exit_code == 0
+    for path, told in (("acme/tiny", "acme/tiny holds no adapters"), (str(models[ONE]), "holds no adapters")):
+        with pytest.raises(UserError, match=rf"model.base_revision = 'v1' has no effect: model.path = .*{told}"):
+            prepare(tiny_config(tmp_path, changes | {"model": {"path": path, "base_revision": "v1"}}))
+    with pytest.raises(UserError, match="teacher.path = acme/lora holds adapters, and a teacher is a whole model"):
+        distill = BY_NAME | {"rl.algo": "distill", "teacher": {"path": "acme/lora"}}
+        prepare(tiny_config(tmp_path, distill))
+    (cache / "models--acme--tiny" / "refs" / "main").unlink()
+    with pytest.raises(UserError, match="holds adapters of acme/tiny, and that is needed too. .* HF_HUB_OFFLINE is"):
+        load_model("acme/lora")
 
 
 def test_a_dry_run_needs_no_weights_and_says_so(cache: Path, tmp_path: Path) -> None:

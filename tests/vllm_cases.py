@@ -13,13 +13,17 @@ from typing import Any
 
 import tiny
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import read_adapters, write_adapters
 from jetrl.huggingface.export import export
 from jetrl.kernels.reference import dequantize, quantize_1x128
+from jetrl.model.adapter import first_values
 from jetrl.model.transformer import Transformer
+from jetrl.precision.lora import Lora, expanded
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -52,11 +56,17 @@ sys.modules["deep_gemm"] = None
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                "VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 from vllm import LLM, SamplingParams
+adapters, over = sys.argv[4] if len(sys.argv) > 4 else "", {}
+if adapters:
+    from vllm.lora.request import LoRARequest
+    over = {"lora_request": LoRARequest("ours", 1, adapters)}
 llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", generation_config="vllm", enforce_eager=True,
-          max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 27, gpu_memory_utilization=0.1)
+          max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 27, gpu_memory_utilization=0.1,
+          enable_lora=bool(adapters), max_lora_rank=8)
 params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[3]), ignore_eos=True, detokenize=False)
 prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
-print("FOUND " + json.dumps([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]))
+out = llm.generate(prompts, params, use_tqdm=False, **over)
+print("FOUND " + json.dumps([list(o.outputs[0].token_ids) for o in out]))
 """
 
 
@@ -111,6 +121,28 @@ def exported(folder: Path, fp8: bool, tied: bool = False) -> Path:
     return export(folder / "model", folder / "out", fp8=fp8, recipe=recipe)
 
 
+def adapters_over(base: Path, folder: Path) -> Path:
+    """A folder of adapters of rank 8 beside all projections of a BF16 `base`, as a run writes it."""
+    recipe = Recipe(name="bf16", num_layers=SPEC.num_layers, lora=Lora(8, 12.0, expanded(["all"])))
+    model = Transformer(SPEC, recipe, master_dtype=None)
+    values = {name: value * (1 + 3 * name.endswith("b.weight")) for name, value in first_values(model, 0, drawn=True)}
+    folder.mkdir()
+    write_adapters(folder, SPEC, recipe, values.__getitem__, {}, (str(base), None), None)
+    return folder
+
+
+@torch.no_grad()
+def add_adapters(model: torch.nn.Module, folder: Path) -> None:
+    """W + s B A in FP32 in the weights of a transformers model, rounded to their own type."""
+    lora, stored = read_adapters(folder).lora, load_file(folder / "adapter_model.safetensors")
+    for name, a in stored.items():
+        if not name.endswith("lora_A.weight"):
+            continue
+        weight = model.get_parameter(name.removeprefix("base_model.model.").replace("lora_A.", ""))
+        b = stored[name.replace("lora_A", "lora_B")]
+        weight.copy_(weight.float() + (b.float() @ a.float() * lora.scale).to(weight.device))
+
+
 def _round_activations(module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
     """To FP8, by rows of 128, as `activation_scheme = "dynamic"` in the folder's config.json asks."""
     (x,) = inputs
@@ -119,23 +151,26 @@ def _round_activations(module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor
 
 
 @torch.no_grad()
-def greedy_in_both(folder: Path, device: str) -> tuple[float, float, float]:
+def greedy_in_both(folder: Path, device: str, adapters: Path | None = None) -> tuple[float, float, float]:
     """vLLM's greedy tokens of `PROMPTS` against transformers: the share that is greedy there too, the most that one of
     them lies below the best in FP32, and the largest error of transformers' own logits, from rounding to the folder's
     formats. Two programs with such errors may part where logits are closer than twice that. transformers reads the FP8
     weights; its own FP8 GEMM needs a kernel from the hub, so activations are rounded here, before each linear layer.
+    With `adapters` vLLM serves them over the folder, and transformers' weights get them added.
     """
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     fp8 = "quantization_config" in json.loads((folder / "config.json").read_text())
     read = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if fp8 else {}
-    theirs = found(_GREEDY, str(folder), json.dumps(PROMPTS), str(NEW))
+    theirs = found(_GREEDY, str(folder), json.dumps(PROMPTS), str(NEW), *([str(adapters)] if adapters else []))
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device, **read).eval()
     for name, module in rounded.named_modules() if fp8 else ():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             module.register_forward_pre_hook(_round_activations)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu", **read).eval()
     torch.nn.Module.float(exact)  # transformers' own refuses what was read from codes
+    for model in (exact, rounded) if adapters else ():
+        add_adapters(model, adapters)
 
     def logits(model: Any, tokens: list[int], start: int) -> Tensor:
         rows = model(torch.tensor([tokens], device=model.device)).logits[0, start - 1 : -1]

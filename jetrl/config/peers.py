@@ -53,7 +53,10 @@ jetrl runs no code of a model's folder, and knows its families: Llama 3, Qwen2.5
 LoRA is on with lora.rank, and has no dropout, bias, DoRA or 4-bit base | TRL: use_peft peft_config lora_dropout
   lora_task_type lora_target_parameters lora_modules_to_save use_dora load_in_4bit load_in_8bit bnb_4bit_*
   use_bnb_nested_quant; PEFT: qlora peft lora_dropout
-adapters are read from a folder in model.path | verl: lora_adapter_path
+the divergence is the reverse KL, and with teacher.top_k all other tokens are one outcome | TRL: loss_add_tail
+  reverse_kl_top_1_mode
+teacher.path may be an address | TRL: use_teacher_server
+adapters are read from model.path, a folder or a name on the hub | verl: lora_adapter_path
 jetrl has no reward models: rewards are functions, task.reward | TRL: reward_model_path; verl: reward_model
   reward_model.*
 only Adam's moments can leave the GPU, by train.offload_optimizer | verl: param_offload enable_activation_offload

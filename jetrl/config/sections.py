@@ -52,6 +52,12 @@ class ModelConfig(Section):
         str | None, NoEffectWhile("model.path", (None,), instead=("model.arch",)), PartOf("model.path"),
         Elsewhere("TRL: model_revision"),
     ] = Field(default=None, min_length=1, description="Branch, tag or commit of a model from the hub. none: main.")
+    base_revision: Annotated[
+        str | None, NoEffectWhile("model.path", (None,), instead=("model.arch",)), NoEffectWhile("lora.rank", (None,)),
+        PartOf("model.path"), MayChange(), Since("0.3.0", None),
+    ] = Field(
+        default=None, min_length=1, description="Branch, tag or commit of the base of the adapters in model.path, "
+        "where that is on the hub. none: what the adapters say, or main.")
     arch: dict[str, Any] | None = Field(
         default=None, min_length=1, description="Keys of a Hugging Face config.json (model_type, hidden_size, ...) for "
         "a model with random weights. Without vocab_size, the tokenizer gives it.",
@@ -308,6 +314,11 @@ class Config(Section):
         return "train.max_length" if self.supervised else "task.max_prompt_length + rollout.max_response_length"
 
     @property
+    def num_given(self) -> int:
+        """How many of a step's prompts have a given answer in place of the policy's own (distillation)."""
+        return round(self.teacher.given_fraction * self.rollout.prompts_per_step)
+
+    @property
     def per_step(self) -> tuple[int, str]:
         """How many rows of the data a step takes, and the key that says so."""
         if self.supervised:
@@ -417,6 +428,11 @@ class Config(Section):
                 "lora.rank", f"adapters are sampled from by jetrl's own engine only, and rollout.engine = "
                 f"{toml_literal(self.rollout.engine)}; set rollout.engine=jetrl, or remove this key",
                 ("rollout.engine",),
+            )
+        if self.train.freeze_router:
+            yield Problem(
+                "train.freeze_router", f"has no effect with lora.rank = {self.lora.rank}: adapters alone are trained. "
+                "Remove it", ("lora.rank",), void=True,
             )
         if self.rl.adv_estimator == "gae" and self.rl.critic != "shared":
             yield Problem(

@@ -52,6 +52,7 @@ class Command(Spoken):
         """Start the program, or tell the one that runs."""
         if self.lasting:
             self.worker = WORKERS.take(self.words)
+            self.speaks_in(self.worker)
             self.worker.send({
                 "episode": self.episode.id, "url": self.episode.url, "key": self.episode.key, "model": MODEL,
                 "problem": problem,

@@ -16,12 +16,13 @@ from typing import Any
 from jetrl.chat.fields import Message
 from jetrl.chat.tool_calls import CallFormat
 from jetrl.environments.asked import Asked, Said
-from jetrl.environments.worker import ConversationFailed
+from jetrl.environments.worker import ConversationFailed, Worker
 from jetrl.errors import UserError
 from jetrl.serve.calls import for_template
 from jetrl.serve.gateway import Call, Gateway, Rules
 
 _PERIOD = 0.05  # seconds between two looks at whether it is over
+_TOLD = 1.0  # the same where its end is told: a hundred threads that look often take a core
 GATEWAY = Gateway()
 
 
@@ -41,6 +42,7 @@ class Spoken(ABC):
             raise UserError(f"environment.params.ignore: must be a list of fields, got {ignore!r}.")
         self.time_limit, self.forks, self.ignore = time_limit, forks, frozenset(ignore)
         self.call: Call | None = None  # the one that the policy answers now
+        self.period = _PERIOD
 
     @abstractmethod
     def begin(self, problem: dict[str, Any]) -> None:
@@ -69,6 +71,11 @@ class Spoken(ABC):
             raise ConversationFailed("the program ended without asking the policy")
         return messages
 
+    def speaks_in(self, worker: Worker) -> None:
+        """It is a conversation of a process that has many, and tells their ends."""
+        self.period = _TOLD
+        worker.wakes[self.episode.id] = lambda: self.episode.asks.put(None)
+
     def step(self, action: Said) -> tuple[Sequence[Message], float | None, bool]:
         """Answer the call; the messages of the next one, or the end and its reward."""
         assert self.call is not None
@@ -93,8 +100,10 @@ class Spoken(ABC):
             except ConversationFailed as error:
                 failed = error
             with suppress(Empty):  # a call that came before its end counts
-                self.call = self.episode.asks.get(timeout=_PERIOD)
-                return Asked(for_template(self.call.new), self.call.ask.variables, self.call.after)
+                call = self.episode.asks.get(timeout=_PERIOD if over or failed else self.period)
+                if call is not None:
+                    self.call = call
+                    return Asked(for_template(call.new), call.ask.variables, call.after)
             if failed is not None:
                 raise failed
             if over:

@@ -59,6 +59,7 @@ class Verifiers(Spoken):
         if "num_tasks" not in said:
             why = said.get("refused") or f"verifiers has ended before its first episode: {self.worker.tail()}"
             raise UserError(f"environment.params.env: {why}")
+        self.speaks_in(self.worker)
         self.worker.send({
             "episode": self.episode.id, "url": self.episode.url, "key": self.episode.key, "model": MODEL,
             "task": task_of(problem, said["num_tasks"], self.num_held_out),

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,11 +26,12 @@ _PATIENCE = 5.0
 
 
 class Worker:
-    """The process. `results`: by conversation, until they are taken; `said`: its other messages. UserError where it
-    cannot be started."""
+    """The process. `results`: by conversation, until they are taken; `wakes`: called once when one of them comes, or
+    will not come; `said`: its other messages. UserError where it cannot be started."""
 
     def __init__(self, words: Sequence[str], hello: Mapping[str, Any] | None = None) -> None:
         self.results: dict[str, dict[str, Any]] = {}
+        self.wakes: dict[str, Callable[[], object]] = {}
         self.said: dict[str, Any] = {}
         self.started, self.done = 0, False  # done: it has said all that it will
         self._errors = tempfile.TemporaryFile()
@@ -98,11 +99,19 @@ class Worker:
                 continue
             if isinstance(message, dict) and isinstance(message.get("episode"), str):
                 self.results[message["episode"]] = message
+                self._wake(message["episode"])
             elif isinstance(message, dict):
                 self.said = message
                 self._spoke.set()
         self.done = True
         self._spoke.set()
+        for id in list(self.wakes):
+            self._wake(id)
+
+    def _wake(self, id: str) -> None:
+        wake = self.wakes.pop(id, None)
+        if wake is not None:
+            wake()
 
 
 class ConversationFailed(Exception):
@@ -122,6 +131,7 @@ def result_of(worker: Worker, id: str) -> dict[str, Any]:
 
 def give_up(worker: Worker, id: str) -> None:
     """Conversation `id` is over for the run."""
+    worker.wakes.pop(id, None)
     if worker.results.pop(id, None) is None:
         worker.send({"cancel": id})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
-from jetrl.huggingface.files import AGAIN, read_json
+from jetrl.huggingface.files import ADAPTER_CONFIG, ADAPTER_RECORD, ADAPTER_WEIGHTS, AGAIN, read_json
 from jetrl.huggingface.provenance import record
 from jetrl.huggingface.write import sync
 from jetrl.model.block import Piece
@@ -31,10 +32,19 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.untrusted import inside
 
-CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "jetrl_adapter.json"
+CONFIG, WEIGHTS, RECORD = ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_RECORD
 PREFIX = "base_model.model."  # of PEFT, before the base's own names
 EXPERTS = r"experts\.\d+\.\w+"  # the projections of experts, in PEFT's `rank_pattern`
 NOT_OURS = ("config.json",)  # of a model's small files: it is the base's
+# Of PEFT's keys: those that are read, and those that change nothing in what trained adapters compute. Any other one
+# that is set stands for another function of the same tensors.
+_READ = {"peft_type", "bias", "r", "lora_alpha", "rank_pattern", "base_model_name_or_path", "revision", "use_rslora",
+         "init_lora_weights"}
+_HARMLESS = {"task_type", "auto_mapping", "peft_version", "inference_mode", "target_modules", "exclude_modules",
+             "lora_dropout", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config",
+             "corda_config", "lora_ga_config", "velora_config", "runtime_config", "qalora_group_size",
+             "ensure_weight_tying"}
+_OVER_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # `init_lora_weights` that leave the base alone
 
 
 def adapter_config(lora: Lora, spec: ModelSpec, base: str, revision: str | None) -> dict[str, Any]:
@@ -85,13 +95,30 @@ class Adapters:
     trained: Mapping[str, Any] | None = None
     digest: str | None = None
 
-    def base_folder(self, weights: bool = True) -> Path:
-        """The folder of the base: beside the checkpoint that this is of, or where `base` leads."""
+    def local_base(self) -> Path | None:
+        """The folder of the base on this disk, beside the checkpoint that this is of or where `base` leads; None for a
+        name on the hub. UserError if it is neither."""
         beside = self.folder.absolute().parents[1] / "base"
         if self.folder.name == "model" and beside.is_dir():
             return beside
+        with self._needs_base():
+            return hub.on_disk(self.base)
+
+    def base_folder(self, weights: bool = True) -> Path:
+        """The folder of the base, from the hub where it is a name there (`weights` as in `hub.model_folder`)."""
+        local = self.local_base()
+        if local is not None:
+            return local
+        with self._needs_base():
+            found = hub.model_folder(self.base, self.revision, weights=weights)
+            if is_adapters(found):
+                raise UserError(f"{self.base} holds adapters as well, and no model.")
+        return found
+
+    @contextmanager
+    def _needs_base(self) -> Iterator[None]:
         try:
-            return hub.model_folder(self.base, self.revision, weights=weights)
+            yield
         except UserError as error:
             raise UserError(f"{self.folder} holds adapters of {self.base}, and that is needed too. {error}") from None
 
@@ -156,13 +183,16 @@ def read_adapters(folder: str | Path) -> Adapters:
     if (folder / RECORD).is_file():
         said = read_json(inside(folder, RECORD))
     plain = {"peft_type": "LORA", "bias": "none"}
-    off = ("use_dora", "fan_in_fan_out", "modules_to_save", "alpha_pattern", "target_parameters",
-           "trainable_token_indices", "layers_to_transform", "lora_bias")
     wrong = [key for key, value in plain.items() if config.get(key, value) != value]
-    if wrong := wrong + [key for key in off if config.get(key)]:
+    if wrong := wrong + sorted(key for key, value in config.items() if value and key not in _READ | _HARMLESS):
         raise UserError(
             f"{path}: {wrong[0]} = {config.get(wrong[0])!r}: jetrl reads plain LoRA adapters alone, of one rank and "
             "without biases or whole modules."
+        )
+    if (init := config.get("init_lora_weights", True)) not in _OVER_THE_BASE:
+        raise UserError(
+            f"{path}: init_lora_weights = {init!r}: such adapters belong to a base that their start has changed. Save "
+            "them again with PEFT's path_initial_model_for_weight_conversion, over the base as it was."
         )
     pattern = config.get("rank_pattern") or {}
     if not isinstance(pattern, dict) or pattern.keys() - {EXPERTS} or any(type(n) is not int for n in pattern.values()):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.huggingface import deepseek, hybrid
+from jetrl.huggingface import deepseek, fp8, hybrid
 from jetrl.huggingface import provenance as trained
 from jetrl.spec import ExpertSpec, ModelSpec, RopeSpec
 
@@ -42,6 +42,9 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, experts=True),
     hybrid.TEXT: Family("Qwen3_5ForCausalLM", 32768, _NO_BIAS, qk_norm=True, head_dim=256, hybrid=True),
+    hybrid.TEXT_MOE: Family(
+        "Qwen3_5MoeForCausalLM", 32768, _NO_BIAS, qk_norm=True, head_dim=256, hybrid=True, experts=True
+    ),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", 2048, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", 4096, _NO_BIAS, kv_heads_optional=True, experts=True, latent=True),
     "glm4_moe_lite": Family(
@@ -121,13 +124,16 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
                             "attention makes keys and values for every head, so both must be equal.")
     read = deepseek.Read(_size, _positive, _flag)
     latent = deepseek.latent_of(config, read) if facts.latent else None
-    experts = _experts(config) if facts.experts and latent is None else None
+    experts = None
+    if facts.experts and latent is None:
+        experts = _gated_experts(config) if facts.hybrid else _experts(config)
     head_dim = _head_dim(config, family, hidden_size, num_heads) if latent is None else latent.rope
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size"),
+        # no layer of a hybrid mixture is dense
+        intermediate_size=_size(config, "intermediate_size", experts.gated_shared if experts is not None else None),
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -168,6 +174,16 @@ def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
         return ", a mixture of experts,", ", ".join(name for name, facts in FAMILIES.items() if facts.experts) + \
             " and, without experts, " + ", ".join(name for name, facts in FAMILIES.items() if not facts.experts)
     return "", ", ".join(FAMILIES)
+
+
+def _gated_experts(config: Mapping[str, Any]) -> ExpertSpec:
+    """Those of a hybrid, with a shared one; absent keys have the defaults of transformers' Qwen3_5MoeTextConfig."""
+    defaults = {"num_experts": 256, "moe_intermediate_size": 512}
+    given = {key: value for key, value in config.items() if value is not None}
+    if "num_local_experts" in given:
+        del defaults["num_experts"]
+    plain = _experts({**defaults, **given, "norm_topk_prob": True})
+    return replace(plain, gated_shared=_size(config, "shared_expert_intermediate_size", 512))
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertSpec:
@@ -241,6 +257,9 @@ def hf_config(
             norm_topk_prob=e.normalized, decoder_sparse_step=e.step, mlp_only_layers=list(e.dense_layers),
         )
     if spec.delta is not None:
+        if spec.experts is not None:  # keys that transformers' config of this family does not have
+            for key in ("intermediate_size", *hybrid.REQUIRED_OF_EXPERTS):
+                del config[key]
         config.update(hybrid.written(spec))
         config.pop("full_attention_interval", None)  # layer_types says it
         config["rope_parameters"]["partial_rotary_factor"] = config["partial_rotary_factor"]
@@ -254,15 +273,11 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         raise UserError(f"architectures = {architectures} is not supported; a {family} model for jetrl has "
                         f"[{facts.architecture!r}].")
     if config.get("quantization_config"):
-        given = config["quantization_config"]
-        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else "unknown"
-        raise UserError(
-            f"quantization_config (quant_method = {method!r}): the weights are already quantized, perhaps by "
-            "jetrl's export. Start from the BF16 model; jetrl quantizes it as the recipe says."
-        )
+        fp8.check(config["quantization_config"])
     required = {"hidden_act": (facts.hidden_act, "another activation function")} | _REQUIRED_VALUES
     if facts.hybrid:
         required = {key: of for key, of in required.items() if key not in hybrid.KEYS} | hybrid.REQUIRED
+        required |= hybrid.REQUIRED_OF_EXPERTS if facts.experts else {}
     for key, (value, meaning) in required.items():
         if config.get(key) is not None and config[key] != value:
             given = config[key]
@@ -282,7 +297,7 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
     elif facts.experts:
         known |= _EXPERT_KEYS | _EXPERT_HARMLESS
     if facts.hybrid:
-        known |= hybrid.KEYS | hybrid.HARMLESS
+        known |= hybrid.KEYS | hybrid.HARMLESS | (hybrid.EXPERT_KEYS if facts.experts else frozenset())
     # A key that is off (null, false, zero, empty) asks for nothing.
     if unknown := sorted(key for key, value in config.items() if key not in known and value):
         close = difflib.get_close_matches(unknown[0], known - _HARMLESS_KEYS, 1)

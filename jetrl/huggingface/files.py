@@ -10,6 +10,9 @@ from jetrl.phrases import some
 from jetrl.untrusted import json_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A folder of adapters, as PEFT writes it; and what jetrl adds of the training.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_RECORD = "jetrl_adapter.json"
 # Tokenizer and prompt files of a model folder: what an export copies.
 TOKENIZER_FILES = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"

@@ -16,18 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.huggingface.files import INDEX, SINGLE, TOKENIZER_FILES, read_json
+from jetrl.huggingface.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_RECORD,
+    ADAPTER_WEIGHTS,
+    INDEX,
+    SINGLE,
+    TOKENIZER_FILES,
+    read_json,
+)
 from jetrl.phrases import some
 from jetrl.spec import SHAPES
 from jetrl.untrusted import inside, json_value
 
-SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)  # everything except the weights
+# Everything except the weights: of a model, or of adapters.
+SMALL = ("config.json", "generation_config.json", INDEX, ADAPTER_CONFIG, ADAPTER_RECORD, *TOKENIZER_FILES)
 WEIGHTS = ("*.safetensors",)  # never pickles
 _MOST_HEADER = 100_000_001  # bytes; safetensors itself refuses more
 _ELSEWHERE = ("*/*", "consolidated*")  # other formats of the same weights
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
-_ADAPTERS = "adapter_config.json"  # of PEFT
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PUBLISHERS = {"qwen": "Qwen", "llama-": "meta-llama", "meta-llama-": "meta-llama", "smollm": "HuggingFaceTB"}
 _URL = re.compile(r"(?:https?://(?:huggingface\.co|hf\.co)/|hf://)(?:models/|datasets/)?([\w.-]+/[\w.-]+)")
@@ -65,7 +73,8 @@ def on_disk(path: str | Path, revision: str | None = None, kind: str = "model") 
 
 
 def model_folder(path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder of a model: `path` itself if it is one, else that of the hub's model, downloaded if needed.
+    """The folder of a model: `path` itself if it is one, else that of the hub's model, downloaded if needed. What the
+    hub has by a name may also be adapters (`adapter.is_adapters`).
 
     Without `weights`, only config and tokenizer are sure to be there. With a commit as revision, and all files in the
     cache, the hub is not asked.
@@ -157,7 +166,7 @@ def weights_to_come(name: str, commit: str) -> str:
         return f"The weights of {name} are not in the cache (no {some(lacking)}), and the hub was not reached."
     wanted = {file: size for file, size in files.items() if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", file)}
     if not wanted:
-        raise UserError(_lacking(name, Snapshot(folder, files), [SINGLE]))
+        raise UserError(_lacking(name, Snapshot(folder, files), lacking))
     size = f"{len(wanted)} file{'s' * (len(wanted) > 1)}, {sum(wanted.values()) / 1e9:.1f} GB"
     return f"The weights of {name} were not downloaded: {size}. The first run downloads them."
 
@@ -217,9 +226,12 @@ def _whole_in_cache(name: str, revision: str | None, patterns: Sequence[str]) ->
 
 
 def _lacks(folder: Path, weights: bool) -> list[str]:
-    """Required files of a model that its folder lacks. A link to a file that is gone counts as missing."""
+    """Required files of a model, or of adapters, that its folder lacks. A link to a file that is gone counts as
+    missing."""
     if not (folder / "config.json").is_file():
-        return ["config.json"]
+        if not (folder / ADAPTER_CONFIG).is_file():
+            return ["config.json"]
+        return [ADAPTER_WEIGHTS] if weights and not (folder / ADAPTER_WEIGHTS).is_file() else []
     if not weights or (folder / SINGLE).is_file():
         return []
     if not (folder / INDEX).is_file():
@@ -260,6 +272,10 @@ def _check_name(name: str, kind: str) -> None:
         return
     if found := _URL.match(name):
         raise UserError(f"{name}: write the name alone: {found[1]}")
+    plain, at, revision = name.rpartition("@")
+    if at and revision and _NAME.fullmatch(plain):
+        how = "model.revision (--revision, or revision= in Python)" if kind == "model" else "task.dataset_revision"
+        raise UserError(f"{name}: write the name alone, {plain}, and give {revision} as {how}.")
     hint = ""
     if kind == "model" and re.fullmatch(r"[\w.-]+", name) and not name.startswith("."):
         low = name.lower()
@@ -354,11 +370,6 @@ def _lacking(name: str, found: Snapshot, lacking: list[str]) -> str:
     if found.files is None:
         where = f"{name}: the download in {found.folder} is not complete"
         return f"{where}: {some(lacking)} is missing. Run again with network access, or `hf download {name}`."
-    if lacking == ["config.json"] and _ADAPTERS in found.files:
-        return (
-            f"{name} holds adapters (LoRA), not a model, and these are read from a folder: "
-            f"`hf download {name} --local-dir adapters`, then give that folder. Their base may be a name on the hub."
-        )
     if lacking == ["config.json"]:
         return f"{name} has no config.json on the hub, so it is not a transformers model. It has {_list(found.files)}."
     if any(file in found.files for file in lacking):

@@ -8,44 +8,61 @@ model alone, `qwen3_5_text`, which transformers reads too; an export takes the r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jetrl.errors import UserError
 from jetrl.phrases import some
 from jetrl.spec import DeltaSpec, ModelSpec
 
-NESTED, TEXT = "qwen3_5", "qwen3_5_text"
+TEXT, TEXT_MOE = "qwen3_5_text", "qwen3_5_moe_text"
+NESTED = {"qwen3_5": TEXT, "qwen3_5_moe": TEXT_MOE}  # with vision -> the text model within
 TEXT_PREFIX, CARRIED = "model.language_model.", ("model.visual.", "mtp.")
 LINEAR, FULL = "linear_attention", "full_attention"
 KEYS = frozenset(
     "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
     "full_attention_interval partial_rotary_factor".split()
 )
+EXPERT_KEYS = frozenset("shared_expert_intermediate_size".split())
 HARMLESS = frozenset("mtp_num_hidden_layers mtp_use_dedicated_embeddings".split())
 REQUIRED: dict[str, tuple[Any, str]] = {
     "attn_output_gate": (True, "attention without an output gate"),
     "mamba_ssm_dtype": ("float32", "a state in another type"),
 }
+REQUIRED_OF_EXPERTS: dict[str, tuple[Any, str]] = {
+    "norm_topk_prob": (True, "weights of experts that are not divided by their sum"),
+    "decoder_sparse_step": (1, "layers without experts"),
+    "mlp_only_layers": ([], "layers without experts"),
+}
 ROPE_KEYS = frozenset(("mrope_section", "mrope_interleaved"))  # for text, the same as plain RoPE
 NOT_YET = {  # what families that look alike have and jetrl lacks
-    "qwen3_5_moe": ", a hybrid with a shared expert,", "qwen3_5_moe_text": ", a hybrid with a shared expert,",
-    "qwen3_next": ", a hybrid with a shared expert,",
+    "qwen3_next": ", a hybrid whose projections are interleaved by key head,",
     "qwen4_exp": ", with sparse attention and hyper-connections,",
 }
 
 
+class Within(NamedTuple):
+    """A matrix in a tensor of all experts: the tensor, the expert, the first row, and the tensor's experts and rows.
+    """
+
+    name: str
+    expert: int
+    first: int
+    whole: tuple[int, int]
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text model: `text_config` of a nested one, else `config` itself."""
-    if config.get("model_type") != NESTED:
+    kind = config.get("model_type")
+    if kind not in NESTED:
         return config
     text = config.get("text_config")
     if not isinstance(text, Mapping):
-        raise UserError(f"text_config = {text!r}: a {NESTED} model has its language model's config there.")
+        raise UserError(f"text_config = {text!r}: a {kind} model has its language model's config there.")
     if config.get("quantization_config"):
         text = {**text, "quantization_config": config["quantization_config"]}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     kept = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    return {**kept, **text, "model_type": TEXT, "architectures": None, "tie_word_embeddings": tied}
+    return {**kept, **text, "model_type": NESTED[kind], "architectures": None, "tie_word_embeddings": tied}
 
 
 def nested_name(name: str) -> str:
@@ -102,11 +119,29 @@ def rotary_dim(factor: float, head_dim: int) -> int:
     return size
 
 
+def joined(stored: Mapping[str, str], spec: ModelSpec) -> dict[str, Within]:
+    """Where each expert's matrix is in folders that hold those of all in one tensor, `experts.gate_up_proj` [E, 2F, D]
+    and `experts.down_proj` [E, D, F], by the name that it has elsewhere. `stored`: names in the folder by ours."""
+    found: dict[str, Within] = {}
+    e = spec.experts
+    for layer in spec.expert_layers:
+        at = f"model.layers.{layer}.mlp.experts."
+        for name, parts, rows in (("gate_up_proj", ("gate_proj", "up_proj"), 2), ("down_proj", ("down_proj",), 1)):
+            if e is None or f"{at}{name}" not in stored:
+                continue
+            size = e.intermediate_size if rows == 2 else spec.hidden_size
+            found |= {
+                f"{at}{i}.{part}.weight": Within(f"{at}{name}", i, j * size, (e.count, rows * size))
+                for i in range(e.count) for j, part in enumerate(parts)
+            }
+    return found
+
+
 def written(spec: ModelSpec) -> dict[str, Any]:
     """The keys of a hybrid text model beyond those that all models have."""
-    d = spec.delta
+    d, e = spec.delta, spec.experts
     assert d is not None and spec.rotary_dim is not None
-    return {
+    return ({} if e is None else {"shared_expert_intermediate_size": e.gated_shared}) | {
         "layer_types": [LINEAR if i in d.layers else FULL for i in range(spec.num_layers)],
         "linear_num_key_heads": d.key_heads, "linear_num_value_heads": d.value_heads,
         "linear_key_head_dim": d.key_dim, "linear_value_head_dim": d.value_dim,

@@ -51,8 +51,7 @@ def require_delta(name: str) -> Backend:
     """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
     return _with(
         name, tables()["delta"],
-        'Gated DeltaNet yet: set device = "cpu" for this model, or use a model of attention alone, such '
-        "as Qwen3"
+        'Gated DeltaNet: set kernels = "triton" (the portable kernels, of an H100 too) or device = "cpu"'
     )
 
 
@@ -108,6 +107,11 @@ def backend_of(x: Tensor) -> Backend:
     """The backend that serves the device of `x`."""
     device = x.device  # asked for once: this is called hundreds of times a step
     return _instead.get(device.type) or load_backend(_name_for(device))
+
+
+def untapped_backend_of(x: Tensor) -> Backend:
+    """The same, whatever `served_by` has put in its place: for what looks at a computation and is no part of it."""
+    return load_backend(_name_for(x.device))
 
 
 def experts_backend_of(x: Tensor) -> Backend:

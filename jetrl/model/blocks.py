@@ -12,6 +12,7 @@ from jetrl.model.block import Block, Build, Context, Tap
 from jetrl.model.deepseek_moe import DeepSeekMoE
 from jetrl.model.gated_attention import GatedAttention
 from jetrl.model.gated_delta import GatedDelta
+from jetrl.model.gated_moe import GatedMoE
 from jetrl.model.latent_attention import LatentAttention
 from jetrl.model.mlp import MLP
 from jetrl.model.moe import MoE
@@ -22,6 +23,7 @@ from jetrl.spec import ModelSpec
 MODULES: dict[str, type[Block]] = {
     "attention": Attention, "gated_attention": GatedAttention, "gated_delta": GatedDelta, "mlp": MLP, "moe": MoE,
     "latent_attention": LatentAttention, "deepseek_moe": DeepSeekMoE, "sigmoid_moe": DeepSeekMoE,
+    "gated_moe": GatedMoE,
 }
 
 

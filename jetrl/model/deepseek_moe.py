@@ -23,24 +23,13 @@ from jetrl.spec import ModelSpec
 from jetrl.types import Side
 
 
-class DeepSeekMoE(MoE):
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        self.more, e = deepseek_of(build.spec), self.experts
-        self.choice = Choice(
-            e.per_token, self.more.groups, self.more.kept_groups, e.normalized, self.more.scaling
-        )
-        if self.more.bias:
-            self.router_bias = Published((e.count,), None, torch.float32)
-        if e.shared_size:
-            self.shared_gate_up, self.shared_down = build.linear("shared_gate_up"), build.linear("shared_down")
+class SharedMoE(MoE):
+    """Experts beside shared ones, which are one MLP."""
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.more.sigmoid:
-            bias = self.router_bias.published if self.more.bias else logits.new_zeros(logits.shape[-1])
-            return moe.route_sigmoid(logits, bias, self.choice)
-        chosen, weights = super().choose(logits)
-        return chosen, weights if self.more.scaling == 1.0 else weights * self.more.scaling
+    def add_shared(self, build: Build) -> None:
+        """The shared experts' linears, if there are any: parameters keep their order, so this comes where they are."""
+        if self.experts.shared_size:
+            self.shared_gate_up, self.shared_down = build.linear("shared_gate_up"), build.linear("shared_down")
 
     def shared(self, y: Tensor, side: Side, tap: Tap) -> Tensor | None:
         """The shared experts' rows [T, D] of the normed stream `y` [T, D]."""
@@ -59,6 +48,25 @@ class DeepSeekMoE(MoE):
         row = out(product, side)
         tap(f"{self.at}.shared_down", row)
         return row
+
+
+class DeepSeekMoE(SharedMoE):
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.more, e = deepseek_of(build.spec), self.experts
+        self.choice = Choice(
+            e.per_token, self.more.groups, self.more.kept_groups, e.normalized, self.more.scaling
+        )
+        if self.more.bias:
+            self.router_bias = Published((e.count,), None, torch.float32)
+        self.add_shared(build)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.more.sigmoid:
+            bias = self.router_bias.published if self.more.bias else logits.new_zeros(logits.shape[-1])
+            return moe.route_sigmoid(logits, bias, self.choice)
+        chosen, weights = super().choose(logits)
+        return chosen, weights if self.more.scaling == 1.0 else weights * self.more.scaling
 
     @staticmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:

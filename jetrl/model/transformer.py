@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.errors import UserError
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob import several
 from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.kernels.qtensor import QTensor
 from jetrl.model.adapter import first_values, is_adapter
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Context, Routes, no_tap
@@ -250,10 +252,11 @@ class Transformer(nn.Module):
             )
 
     @torch.no_grad()
-    def publish_values(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
+    def publish_values(self, values: Iterable[tuple[str, Tensor | QTensor]]) -> Transformer:
         """Publish each parameter's value, one after the other, with the bits of `publish`; the values are not kept.
 
-        `values` has every parameter once, by name. Memory is what is published and the value at hand.
+        `values` has every parameter once, by name; codes are published as they are, where the flow has such. Memory is
+        what is published and the value at hand.
         """
         missing = {name for name, _ in self.named_parameters()}
         for name, value in values:
@@ -264,14 +267,14 @@ class Transformer(nn.Module):
         return self
 
     @torch.no_grad()
-    def publish_frozen(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
+    def publish_frozen(self, values: Iterable[tuple[str, Tensor | QTensor]]) -> Transformer:
         """Publish other values, whole, of frozen parameters: what was published of them before is gone."""
         for name, value in values:
             self._publish_value(name, value)
         self._head_operand = None
         return self
 
-    def _publish_value(self, name: str, value: Tensor) -> None:
+    def _publish_value(self, name: str, value: Tensor | QTensor) -> None:
         owner, _, kind = name.rpartition(".")
         module = self.get_submodule(owner)
         assert isinstance(module, HoldsMasters), name
@@ -367,3 +370,15 @@ class Transformer(nn.Module):
         head, operand = self.head, self.head_operand()
         gradient = head.masters["weight"].gradient
         return logprob.token_logprobs(hidden, gradient, head.published, operand, targets, temperature, keep, support)
+
+    def top_tokens(self, hidden: Tensor, count: int, vocab: int | None = None) -> Tensor:
+        """The most probable tokens of each row, the first one first: int64 [T, count]. `vocab`: of so many alone."""
+        return several.top_tokens(hidden, self.head_operand(), vocab or self.spec.vocab_size, count)
+
+    def several_logprobs(
+        self, hidden: Tensor, targets: Tensor, logprobs: Tensor, tokens: Tensor, temperature: float
+    ) -> Tensor:
+        """Log-probs of `tokens` [T, K], FP32 [T, K], from those of `targets` [T] that `token_logprobs` has made."""
+        head = self.head
+        gradient = head.masters["weight"].gradient
+        return several.several_logprobs(hidden, gradient, head.published, targets, logprobs, tokens, temperature)

@@ -1,4 +1,5 @@
-"""`write_report`: one or several runs as a single HTML file that needs no network and no server.
+"""`write_report`: one or several runs as a single HTML file that needs no network and no server; `write_sessions`: the
+sessions of a server likewise.
 
 The page draws itself (report.js: curves, samples.js: sample browser, traces.js: trees of conversations, page.js: the
 order) from JSON that this module embeds. Text of samples reaches the page only as JSON with `<`, `>` and `&` escaped,
@@ -25,6 +26,7 @@ from jetrl.report.metrics import metric_of, title_of
 from jetrl.report.recorder import SAMPLES_FILE
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, THROUGHPUT_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
+from jetrl.report.sessions import page_of, read_sessions, tiles
 from jetrl.report.text import duration, parity_note
 from jetrl.untrusted import fresh, inside, text_inside
 
@@ -56,10 +58,8 @@ def write_report(
         return [known.setdefault(path, SampleFile(path)).choose(most // len(runs)) for path in paths]
 
     samples, held_out = chosen(SAMPLES_FILE, MAX_SAMPLES), chosen(EVAL_SAMPLES_FILE, MAX_EVAL_SAMPLES)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    page = environment.get_template("template.html.j2").render(
+    return _write(
+        Path(out), "template.html.j2", SCRIPTS, _payload(runs, samples, held_out),
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         runs=[_describe(run, headline(run)) for run in runs],
         comparison=_comparison(runs) if len(runs) > 1 else [],
@@ -69,12 +69,33 @@ def write_report(
         held_out_note=sample_note(held_out, "recorded held-out samples", EVAL_SAMPLES_FILE),
         binned=any(len(run.rows) > MAX_POINTS for run in runs),
         max_points=MAX_POINTS,
-        css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
-        js=Markup("\n".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)),
-        data=script_json(_payload(runs, samples, held_out)),
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    out = Path(out)
+
+
+def write_sessions(folder: Path, out: Path) -> Path:
+    """Write the page of a server's sessions to `out`, whole or not at all, and return its path. UserError if the folder
+    holds none."""
+    read = read_sessions(folder)
+    if not read.talks:
+        raise UserError(f"{folder}: no session has an answer yet. Ask again when one has.")
+    parts, note = page_of(read)
+    run = {"label": folder.name, "steps": 0, "samples": {"steps": parts}, "evaluations": {"steps": []}}
+    return _write(
+        out, "sessions.html.j2", (*SCRIPTS[:-1], "sessions.js"), {"runs": [run]}, title=folder.resolve().name,
+        folder=str(folder), tiles=tiles(read), note=note,
+    )
+
+
+def _write(out: Path, template: str, scripts: Sequence[str], data: Any, **values: Any) -> Path:
+    """Render a page and put it in its place."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    page = environment.get_template(template).render(
+        css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
+        js=Markup("\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)),
+        data=script_json(data), written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), **values,
+    )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = fresh(out)  # a browser may be reading the old one

@@ -179,6 +179,9 @@ GROUPS = (
         Metric("policy/teacher_kl", "Reverse KL to the teacher", "nats per token",
                "Mean over the policy's own tokens of its log-prob minus the teacher's. Logged with `teacher.path`.",
                "Falls, and stays above 0. What is left is what the policy cannot learn of the teacher."),
+        Metric("policy/teacher_kl_top_k", "KL over the teacher's most probable tokens", "nats per token",
+               "Mean of the KL that is in the loss: over `teacher.top_k` tokens and the rest as one. Logged with "
+               "`teacher.top_k`.", "Falls. Below `policy/teacher_kl` where the rest matters."),
         Metric("policy/teacher_kl/TEACHER", "Reverse KL to one teacher", "nats per token",
                "With several teachers: the same over the rows of one, by its value in `teacher.values`.", "Falls."),
         Metric("policy/noise_abs_mean", "Noise of rounding", "nats per token",
@@ -282,6 +285,10 @@ GROUPS = (
     Group("Sampling", "How a step came by its completions.", (
         Metric("data/epoch", "Epoch", "epochs",
                "Prompts taken so far over the rows of the data set. Absent where the task makes up problems."),
+        Metric("data/num_given", "Given answers", "answers",
+               "Answers of the data in the step, in place of the policy's own. Logged with `teacher.given_fraction`."),
+        Metric("data/num_given_tokens", "Tokens of given answers", "tokens",
+               "Those of them in the loss. Logged with `teacher.given_fraction`."),
         Metric("rollout/num_prompts_sampled", "Prompts sampled", "prompts",
                'With `rl.dynamic_sampling = "refill"`: prompts that the step sampled, all rounds included.',
                "Close to `rollout.prompts_per_step`."),

@@ -62,7 +62,9 @@ function facts(row) {
   }
   shown.push(fact("end", ending(row), row.f === "stop" ? "" : "bad"));
   if (row.turns) shown.push(fact("turns", row.turns.filter((part) => part.by === "policy").length));
-  return [...shown, fact("tokens", row.n.toLocaleString("en-US"))];
+  shown.push(fact("tokens", row.n.toLocaleString("en-US")));
+  if (row.id !== undefined) shown.push(fact("session", row.id), fact("began", row.when), ...(row.open ? [fact("state", "not ended")] : []));
+  return shown;
 }
 // What a reward has logged about the completion, and the prompt as the policy read it where it is this row's own.
 function extras(row) {

@@ -165,7 +165,7 @@ def _evenly(groups: Mapping[int, Sequence[Sequence[Any]]], max_rows: int) -> lis
 
 def _group(rows: Sequence[Row]) -> dict[str, Any]:
     prompt, rendered = rows[0]["prompt"], rows[0].get("prompt_rendered")
-    group = {"prompt": prompt, "answer": rows[0]["answer"], "rows": [_sample(row, prompt, rendered) for row in rows]}
+    group = {"prompt": prompt, "answer": rows[0]["answer"], "rows": [sample(row, prompt, rendered) for row in rows]}
     if rows[0].get("task") is not None:
         group["task"] = rows[0]["task"]
     if rendered is not None:
@@ -173,7 +173,7 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
     return group
 
 
-def _sample(row: Row, prompt: str, rendered: str | None) -> dict[str, Any]:
+def sample(row: Row, prompt: str, rendered: str | None) -> dict[str, Any]:
     """A row with short keys: n tokens, r reward, rs rewards by function, a advantage (if there is such a thing), x what
     a reward logged, f finish, e error, p own prompt, pr that as rendered; then as `_policy`. None: not scored."""
     sample = {"n": len(row["tokens"]), "r": finite(row["reward"]), "f": row["finish_reason"]}

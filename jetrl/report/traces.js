@@ -108,7 +108,7 @@ function traces() {
       const asked = messagesOf(row.p ?? group.prompt, row.pm).at(-1)[1];
       const said = el("span", { className: "one", textContent: asked.replace(/\s+/g, " ").trim() || "no prompt" });
       const turns = many(row.turns.filter((part) => part.by === "policy").length, "turn");
-      const end = failed(row) ? ending(row) : `reward ${scored(row.r)}`;
+      const end = (failed(row) ? ending(row) : `reward ${scored(row.r)}`) + (row.id === undefined ? "" : ` · ${row.id}`);
       const node = el("button", { type: "button" }, said, laneOf(row, group.prompt), el("small", { textContent: `${turns} · ${end}` }));
       node.addEventListener("click", () => { chosen = k; showTalk(); });
       return node;

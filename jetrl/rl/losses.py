@@ -37,7 +37,7 @@ _ROUNDING = 1e-12  # of shares that are sums over micro-batches; one token's is 
 BEYOND = "policy/frac_ratio_beyond"  # the share of loss tokens whose ratio overflows, and whose loss does not
 OVER_TERMS = (
     RATIO_MEAN, "policy/kl", "policy/logprob_abs_change_mean", "policy/clip_frac_low", "policy/clip_frac_high",
-    "policy/clip_frac_dual", "policy/ref_kl", "policy/entropy",
+    "policy/clip_frac_dual", "policy/ref_kl", "policy/entropy", "policy/teacher_kl_top_k",
 )  # the statistics that `over_terms` makes means over those tokens
 
 
@@ -247,6 +247,18 @@ def kl_loss(
     weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
     loss = _weighted_sum(token_kl, weights, "KL", terms)
     return loss, {"policy/ref_kl": token_kl.detach().double().sum() / denominators.num_loss_tokens}
+
+
+def teacher_loss(
+    kl: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, loss_agg: str, denominators: Denominators,
+    terms: Terms | None = None,
+) -> tuple[Tensor, Stats]:
+    """`sum_t w_t kl_t` with kl_t [T] the KL to the teacher at token t (`top_k.top_k_kl`), aggregated like the policy
+    loss. The statistic `policy/teacher_kl_top_k` is the mean over loss tokens, additive over micro-batches."""
+    token_kl = torch.where(loss_mask > 0, kl, 0.0)
+    weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
+    loss = _weighted_sum(token_kl, weights, "teacher", terms)
+    return loss, {"policy/teacher_kl_top_k": token_kl.detach().double().sum() / denominators.num_loss_tokens}
 
 
 def entropy_bonus(

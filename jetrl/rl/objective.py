@@ -78,6 +78,7 @@ class ObjectiveConfig(Protocol):
 class Inputs:
     """The loss rows of a micro-batch, all [R]. `logprobs`, `entropy` and `values` are the learner's, with gradient.
 
+    `teacher_kl` (`top_k.top_k_kl`, with gradient) counts `teacher_weight` times; None: no such term.
     `old_logprobs` None: the old policy is the current one. `ref_logprobs` None: no reference policy. `values` with
     `returns` only where the policy's own model is the critic as well; `old_values` None: these values themselves.
     """
@@ -92,6 +93,8 @@ class Inputs:
     values: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    teacher_kl: Tensor | None = None
+    teacher_weight: float = 0.0
 
 
 def objective(
@@ -99,12 +102,13 @@ def objective(
 ) -> tuple[Tensor, Stats]:
     """The micro-batch's share of
 
-        policy_loss - entropy_coef * entropy + kl_coef * KL (with kl_in = "loss") + value_coef * value_loss
+        policy_loss - entropy_coef * entropy + kl_coef * KL (with kl_in = "loss") + teacher_weight * teacher_kl
+            + value_coef * value_loss
 
     with its additive statistics. The micro-batches' shares add up to the loss of one large batch. `terms` is filled
     with what each token adds to each part ([R] float64).
 
-    A token that the corrections leave out (weight 0) is in none of the first three, whose denominators keep it. The
+    A token that the corrections leave out (weight 0) is in none of the first four, whose denominators keep it. The
     value loss has all tokens: it knows no ratio of policies, and what a state is worth does not depend on them.
     """
     ids, mask = inputs.sequence_ids, torch.ones_like(inputs.logprobs)
@@ -129,6 +133,11 @@ def objective(
             estimator=config.kl_estimator, loss_agg=config.loss_agg, denominators=shares, terms=terms,
         )
         loss, stats = loss + config.kl_coef * kl if in_loss else loss, stats | more
+    if inputs.teacher_kl is not None:
+        kl, more = losses.teacher_loss(
+            inputs.teacher_kl, live, ids, loss_agg=config.loss_agg, denominators=shares, terms=terms
+        )
+        loss, stats = loss + inputs.teacher_weight * kl, stats | more
     if inputs.values is not None:
         assert inputs.returns is not None, "a critic's values without the returns to compare them with"
         error, more = losses.value_loss(
@@ -138,7 +147,8 @@ def objective(
         loss, stats = loss + config.value_coef * error, stats | more
     if terms is not None:
         in_kl = config.kl_coef if config.kl_in == "loss" else 0.0
-        weights = {"policy": 1.0, "entropy": -config.entropy_coef, "KL": in_kl, "value": config.value_coef}
+        weights = {"policy": 1.0, "entropy": -config.entropy_coef, "KL": in_kl, "value": config.value_coef,
+                   "teacher": inputs.teacher_weight}
         found = {name: weights[name] * shares for name, shares in terms.items() if weights[name]}
         terms.clear()
         terms |= found

@@ -23,6 +23,7 @@ from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
 from jetrl.rounding import mean
 from jetrl.run.carried import Carry
 from jetrl.run.evaluation import Evaluation
+from jetrl.run.mixed import divided, given_groups, given_stats
 from jetrl.run.no_signal import no_signal_in
 from jetrl.run.setup import Session
 from jetrl.run.supervised import held_out_loss, next_answers
@@ -50,7 +51,7 @@ class Gathered:
     failed, and (in groups without rewards) because they are not scored.
 
     `first_prompt` is the place in the task's stream at which the step began to sample, `next_prompt` that of the next.
-    `under_way` is what goes on in it.
+    `under_way` is what goes on in it. `given`: answers that nobody sampled, beside those to learn from.
     """
 
     groups: tuple[Group, ...]
@@ -61,6 +62,7 @@ class Gathered:
     next_prompt: int
     first_prompt: int = 0
     under_way: tuple[UnderWay, ...] = ()
+    given: tuple[Group, ...] = ()
 
 
 def gather(session: Session, clock: Clock, step: int) -> Gathered:
@@ -72,8 +74,7 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     config = session.config
     if config.supervised:
         return _given(session, clock)
-    rollouts: list[Rollout] = []
-    scores: list[Scored] = []
+    rollouts, scores, given = list[Rollout](), list[Scored](), list[Group]()
     place, in_turns = session.progress.num_prompts, session.conversations is not None
     tell_state(session.progress.step, config.train.steps)
     carry = Carry(session, step) if config.rollout.overcommit else None
@@ -83,9 +84,11 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         if carry is not None:
             return carried_round(count, carry)
         prompts = sample(session.task, session.tokenizer, place, count, config, in_turns)
+        prompts, others = divided(prompts, config)
+        given.extend(given_groups(session, others))
         asked = train_asked(config, step, (place - session.progress.num_prompts) * config.rollout.group_size)
         with _beside(session) as early:
-            with clock("rollout", count * config.rollout.group_size):
+            with clock("rollout", len(prompts) * config.rollout.group_size):
                 rollouts.append(roll_out(
                     session.engine, prompts, asked, session.conversations, clock.progress(), session.queues,
                     early.add if early else None,
@@ -114,14 +117,14 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         raise common(UserError(why))
     groups_of_all = [group for rollout in rollouts for group in rollout.groups]
     whole = Rollout(groups_of_all, list(failed), in_turns, merged_parts(rollouts))
-    stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
+    stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"]) | given_stats(given)
     if config.environment.name == TOOLS:
         stats |= tool_stats(groups_of_all)
     first = session.progress.num_prompts
     if carry is not None:
         stats |= carry.stats(learnt, clock.seconds["rollout"])
         return Gathered(groups, learnt, failed, unscored, stats, carry.place, first, carry.left())
-    return Gathered(groups, learnt, failed, unscored, stats, place, first)
+    return Gathered(groups, learnt, failed, unscored, stats, place, first, given=tuple(given))
 
 
 def _given(session: Session, clock: Clock) -> Gathered:

@@ -1,4 +1,5 @@
-"""Given answers as trajectories, for supervised fine-tuning: token for token what a rollout would hold.
+"""Given answers as trajectories, for supervised fine-tuning and distillation: token for token what a rollout would
+hold.
 
 The prompt is what the chat template writes up to the assistant's first turn, which it opens. A turn of the assistant is
 its text and the token that ends it; what the template writes between two turns is read and not learned. So a template
@@ -26,7 +27,7 @@ _MOST_TOOLS = 64  # sets of tools whose encoders are kept
 
 @dataclass(frozen=True, slots=True)
 class GivenAnswers:
-    """Makes trajectories of problems with their solutions, of at most `train.max_length` tokens.
+    """Makes trajectories of problems with their solutions, of at most `Config.longest` tokens.
 
     `eos_ids`: the tokens that end a turn of the policy (`engines.eos_ids`).
     """
@@ -55,11 +56,12 @@ class GivenAnswers:
         parts = [("environment", prompt), *encode_solution(problem, turns, (), self.eos_ids)]
         segments = [Segment(author, token_ids(tokens), "") for author, tokens in self._authors(problem, parts)]
         found = Trajectory(tuple(segments), "stop", "")
-        if found.length > self.config.train.max_length:
+        if found.length > self.config.longest:
+            drop = ' (task.overlong_prompts = "drop")' if self.config.supervised else ""
             raise OverlongPrompt(
-                f"Problem {problem.id}: the conversation has {found.length} tokens, and train.max_length is "
-                f"{self.config.train.max_length}. Raise it (and train.max_tokens_per_gpu), or leave such rows out "
-                "(task.overlong_prompts = \"drop\"); conversations are never cut."
+                f"Problem {problem.id}: the conversation has {found.length} tokens, and {self.config.longest_in_words} "
+                f"is {self.config.longest}. Raise it (and train.max_tokens_per_gpu), or leave such rows out{drop}; "
+                "conversations are never cut."
             )
         return found
 

@@ -51,6 +51,7 @@ from jetrl.run.checkpoint.base import stays
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
 from jetrl.run.gather import Gathered, evaluate, gather
+from jetrl.run.mixed import with_given
 from jetrl.run.no_signal import hints
 from jetrl.run.pin import Pin, pinned, pins_of, record
 from jetrl.run.prepare import epochs_told
@@ -344,7 +345,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("update", len(batches)):
         try:
             with saved_on_mistake(session, run_dir):
-                learnt, batches, advantage_stats = estimated(session, gathered.learnt, batches)
+                learnt, batches, advantage_stats = estimated(session, gathered.learnt, batches, gathered.given)
                 tell, seen = partial(clock.display.hint, step), keeping.digests_for(config)
                 clip, stats = updated(session, batches, step, seen, tell, noise=True)
         except NonFiniteError as error:
@@ -378,7 +379,6 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
 
 # A replay (`run/replay/rerun.py`) makes a step's updates with these three, too.
 
-
 def packed(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
     """The micro-batches of a step that this rank holds."""
     train, rl, supervised = session.config.train, session.config.rl, session.config.supervised
@@ -392,15 +392,16 @@ def packed(session: Session, groups: Sequence[Group]) -> list[PackedBatch]:
 
 
 def estimated(
-    session: Session, groups: Sequence[Group], batches: Sequence[PackedBatch], given: bool = False
+    session: Session, groups: Sequence[Group], batches: Sequence[PackedBatch], beside: Sequence[Group] = (),
+    given: bool = False,
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
-    """`passes.estimate` with the session's models; nothing where answers are given."""
-    if session.config.supervised:
+    """`passes.estimate` with the session's models, and given answers `beside`; nothing where all are given."""
+    config = session.config
+    if config.supervised:
         return list(groups), list(batches), {}
-    return estimate(
-        groups, batches, session.learner, session.progress.reference, session.config, session.unified, given,
-        session.teacher,
-    )
+    models = session.learner, session.progress.reference, config, session.unified, given, session.teacher
+    learnt, made, stats = estimate(groups, batches, *models)
+    return learnt, with_given(session, beside, made), stats
 
 
 def updated(

@@ -61,6 +61,8 @@ def without_signal(groups: Sequence[Group], learnt: Sequence[Group], config: Con
             f"all {count} answers ran into a limit, and rl.mask_truncated leaves such answers out of the loss. "
             f"{_LONGER}"
         )
+    if config.teacher.top_k:  # the KL is a term of the loss
+        return ""
     if config.rl.adv_estimator == "teacher":
         return (
             "the teacher gives every token the policy's own log-prob, so there is nothing to learn from it. "

@@ -9,8 +9,10 @@ from typing import Any
 
 from jetrl.chat.tokenizer import BUILTIN_PREFIX
 from jetrl.config import Config
+from jetrl.config.teacher import is_url
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
+from jetrl.run.prepare import adapters_in
 from jetrl.untrusted import json_file
 
 # section, key of the name, key of its revision, kind of repository
@@ -21,6 +23,7 @@ _NAMES = (
     ("task", "dataset", "dataset_revision", "dataset"),
     ("task", "eval_dataset", "eval_dataset_revision", "dataset"),
 )
+BASE = "model.base_revision"  # the key of a pin: the base of adapters is named in their folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ def pinned(config: Config, before: Iterable[Pin] = ()) -> tuple[Config, list[Pin
     for section, key, revision_key, kind in _NAMES:
         table = getattr(config, section)
         name, asked = getattr(table, key), getattr(table, revision_key)
+        if section == "teacher" and is_url(name):
+            continue
         if name is None or name.startswith(BUILTIN_PREFIX) or hub.on_disk(name, asked, kind) is not None:
             continue
         if section == "teacher" and Path(name).parent == Path(config.output_dir):  # the hub may have such a name
@@ -55,6 +60,12 @@ def pinned(config: Config, before: Iterable[Pin] = ()) -> tuple[Config, list[Pin
         pins.append(pin)
         update = {revision_key: pin.commit}
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+    found = adapters_in(config) if config.lora.rank is not None else None
+    if found is not None and found.local_base() is None:
+        asked = found.revision
+        pin = kept.get((BASE, found.base, asked)) or Pin(BASE, found.base, asked, _commit(found.base, asked, "model"))
+        pins.append(pin)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"base_revision": pin.commit})})
     return config, pins
 
 
@@ -66,9 +77,12 @@ def _commit(name: str, asked: str | None, kind: str) -> str:
 
 
 def weights_to_come(config: Config) -> str:
-    """For a pinned config: whether the weights of model and teacher are here, or what a run will download; empty for
-    folders."""
-    named = ((config.model.path, config.model.revision), (config.teacher.path, config.teacher.revision))
+    """For a pinned config: whether the weights of model, base and teacher are here, or what a run will download; empty
+    for folders."""
+    m, t = config.model, config.teacher
+    found = adapters_in(config) if m.base_revision is not None else None
+    base = None if found is None else found.base
+    named = ((m.path, m.revision), (base, m.base_revision), (t.path, t.revision))
     told = (hub.weights_to_come(path, commit) for path, commit in named if path is not None and commit is not None)
     return "\n".join(filter(None, told))
 

@@ -18,8 +18,11 @@ from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
+from jetrl.kernels.attention.latent import MAX_HEADS, MAX_HEADS_PORTABLE, require_sizes
+from jetrl.kernels.delta.parts import KERNEL_SIZES, KERNEL_WIDTH
 from jetrl.kernels.dispatch import require_delta, require_experts, require_latent
-from jetrl.kernels.support import require, require_precision
+from jetrl.kernels.support import PORTABLE, require, require_precision
+from jetrl.model.latent_attention import sizes_of
 from jetrl.model.names import adapted_projections
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
@@ -30,9 +33,10 @@ from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.given import GivenAnswers
+from jetrl.run.mixed import check_mixed
 from jetrl.run.own_parts import load_own_parts
 from jetrl.run.teacher import check_rows, check_teacher, key_of, paths_of, teachers_of
-from jetrl.spec import ModelSpec
+from jetrl.spec import DeltaSpec, ModelSpec
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
@@ -56,6 +60,8 @@ class Prepared:
     environment: Factory | None
     eos_ids: frozenset[int]  # the tokens that end a completion
     given_answers: GivenAnswers | None = None  # of method = "sft": makes trajectories of them
+    mixed_answers: GivenAnswers | None = None  # of teacher.given_fraction
+    adapters: Adapters | None = None  # those that `model.path` names
 
 
 def prepare(
@@ -104,7 +110,11 @@ def prepare(
         check_given(config, task, given)
     elif trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given)
+    mixed = GivenAnswers(config, tokenizer, ends) if trains and config.num_given else None
+    if mixed is not None:
+        check_mixed(config, task, sample(task, tokenizer, 0, config.rollout.prompts_per_step, config), mixed)
+    adapters = adapters_in(config)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends, given, mixed, adapters)
 
 
 def in_steps(config: Config, task: Task) -> Config:
@@ -165,8 +175,23 @@ def check_experts(config: Config, spec: ModelSpec) -> None:
         require_experts(config.kernels)
     if spec.latent is not None:
         require_latent(config.kernels)
+        if config.kernels != "reference":
+            require_sizes(sizes_of(spec), MAX_HEADS_PORTABLE if config.kernels == PORTABLE else MAX_HEADS)
     if spec.delta is not None:
         require_delta(config.kernels)
+        _check_delta(config, spec.delta)
+
+
+def _check_delta(config: Config, delta: DeltaSpec) -> None:
+    """UserError for sizes of Gated DeltaNet that the kernels of a GPU do not have."""
+    heads = {"linear_key_head_dim": delta.key_dim, "linear_value_head_dim": delta.value_dim}
+    wrong = [f"{key} = {size}" for key, size in heads.items() if size not in KERNEL_SIZES]
+    wrong += [f"linear_conv_kernel_dim = {delta.conv_width}"] if delta.conv_width > KERNEL_WIDTH else []
+    if config.kernels != "reference" and wrong:
+        raise UserError(
+            f"{some(wrong)}: the kernels of a GPU have heads of {', '.join(map(str, KERNEL_SIZES))} and convolutions "
+            f'over up to {KERNEL_WIDTH} tokens. Set device = "cpu", or use another model.'
+        )
 
 
 def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
@@ -204,6 +229,12 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
     lora, found = lora_of(config.lora), adapters_in(config)
     if found is not None:
         _check_found(config, spec, lora, found)
+    if config.model.base_revision is not None and (found is None or found.local_base() is not None):
+        what = "no adapters" if found is None else f"adapters, whose base is the folder {found.local_base()}"
+        raise UserError(
+            f"model.base_revision = {config.model.base_revision!r} has no effect: model.path = {config.model.path} "
+            f"holds {what}. Leave it out."
+        )
     if lora is None:
         return
     _check_expert_rank(config, spec)
@@ -338,16 +369,28 @@ def spec_of(config: Config) -> ModelSpec:
 def model_source(config: Config, *, weights: bool = False) -> Path | None:
     """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random. Of
     adapters it is that of their base."""
-    m, found = config.model, adapters_in(config)
-    if found is not None:
-        return found.base_folder(weights)
-    return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
+    m = config.model
+    if m.path is None:
+        return None
+    folder = model_folder(m.path, m.revision, weights=weights)
+    found = _adapters_at(config, folder)
+    return folder if found is None else found.base_folder(weights)
 
 
 def adapters_in(config: Config) -> Adapters | None:
-    """The adapters in the folder of `model.path`; None where it is a model."""
-    path = config.model.path
-    return read_adapters(path) if path is not None and is_adapters(path) else None
+    """The adapters that `model.path` names, a folder or a name on the hub; None where it is a model."""
+    m = config.model
+    return None if m.path is None else _adapters_at(config, model_folder(m.path, m.revision, weights=False))
+
+
+def _adapters_at(config: Config, folder: Path) -> Adapters | None:
+    """The adapters in `folder`, which is that of `model.path`; None where it is a model. Their tensors are fetched:
+    they say which projections have adapters."""
+    m = config.model
+    if m.path is None or not is_adapters(folder):
+        return None
+    found = read_adapters(model_folder(m.path, m.revision))
+    return found if m.base_revision is None else replace(found, revision=m.base_revision)
 
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:

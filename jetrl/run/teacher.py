@@ -1,4 +1,5 @@
-"""The teacher of a run: found, checked against the policy, and built without masters (docs/DISTILL.md).
+"""The teacher of a run: found, checked against the policy, and built without masters (docs/DISTILL.md); or the server
+that has it.
 
 Each rank holds it whole, as published weights in a flow of its own: it never changes, so it is read once, and no
 checkpoint holds it. A checkpoint names the digest of its values, and a run that resumes with others is refused.
@@ -12,20 +13,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jetrl.chat.prompts import decoded
 from jetrl.config import Config
+from jetrl.config.teacher import is_url
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import is_adapters
+from jetrl.huggingface.fp8 import Again
 from jetrl.model.adapter import BaseHash
 from jetrl.model.transformer import Transformer
+from jetrl.model.weights import coded_weights
 from jetrl.phrases import some
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.run.checkpoint.checkpoint import model_folder
 from jetrl.spec import ModelSpec
 from jetrl.train.step import truncation_of
+from jetrl.train.teacher_server import TeacherServer
 from jetrl.train.teachers import REST, Teachers
 from jetrl.types import Problem
 
+PROBED = 256  # tokens whose texts a server is asked for, beside as many special ones
 KEY = "teacher.path"  # of its digest in a checkpoint, and in messages
 
 
@@ -43,9 +50,12 @@ def teacher_of(config: Config) -> Teacher | None:
 
 
 def teachers_of(config: Config) -> dict[str, Teacher]:
-    """The teachers of a config by name; empty without one. Reads each config.json once; from the hub no weights."""
+    """The teachers of a config by name that are computed here, not by a server. Reads each config.json once; from the
+    hub no weights."""
     found = {}
     for name, path in paths_of(config).items():
+        if is_url(path):
+            continue
         spec = _spec_of(path, config.teacher.revision if name == REST else None)
         found[name] = Teacher(spec, build_recipe(config.teacher.precision, spec.num_layers))
     return found
@@ -55,6 +65,12 @@ def paths_of(config: Config) -> dict[str, str]:
     """Where each teacher is, by name."""
     t = config.teacher
     return {} if t.path is None else {REST: t.path, **dict(zip(t.values, t.paths, strict=True))}
+
+
+def servers_of(config: Config) -> dict[str, TeacherServer]:
+    """The teachers of a config by name that a server has. Nothing is asked yet."""
+    found = {name: path for name, path in paths_of(config).items() if is_url(path)}
+    return {name: TeacherServer(path, config.teacher.timeout, key_of(name)) for name, path in found.items()}
 
 
 def key_of(name: str) -> str:
@@ -82,13 +98,19 @@ def check_teacher(config: Config, tokenizer: Any, spec: ModelSpec) -> None:
     """UserError for a teacher that cannot judge the tokens of this policy: with another vocabulary, or without
     positions for the longest answers. `tokenizer` and `spec` are the policy's."""
     for name, path in paths_of(config).items():
-        if name != REST and not Path(path).is_dir():
+        if name != REST and not is_url(path) and not Path(path).is_dir():
             raise UserError(
                 f"{key_of(name)} = {path}: there is no such folder. Further teachers are folders or runs on this "
-                "machine; fetch one from the hub first."
+                "machine, or addresses of servers; fetch one from the hub first."
             )
+    if config.teacher.top_k > spec.vocab_size:
+        raise UserError(
+            f"teacher.top_k = {config.teacher.top_k}, and the policy has {spec.vocab_size} tokens. Lower it."
+        )
     for name, teacher in teachers_of(config).items():
         _check(config, name, paths_of(config)[name], teacher, tokenizer, spec)
+    for server in servers_of(config).values():
+        _check_server(config, server, tokenizer, spec)
 
 
 def _check(config: Config, name: str, path: str, teacher: Teacher, tokenizer: Any, spec: ModelSpec) -> None:
@@ -108,6 +130,38 @@ def _check(config: Config, name: str, path: str, teacher: Teacher, tokenizer: An
         raise UserError(
             f"{where} has positions for {teacher.spec.max_position} tokens, and task.max_prompt_length + "
             f"rollout.max_response_length = {config.longest}. Lower one of the two, or take another teacher."
+        )
+
+
+def _check_server(config: Config, server: TeacherServer, tokenizer: Any, spec: ModelSpec) -> None:
+    """The same by asking: what the server says that some hundred tokens are, all special ones and the model's last one
+    among them, and how many it takes."""
+    where, about = f"{server.key} = {server.url}", server.about
+    known = {number: token for token, number in tokenizer.get_vocab().items() if number < spec.vocab_size}
+    special = sorted(number for number in tokenizer.get_added_vocab().values() if number in known)[:PROBED]
+    spread = sorted(known)[:: max(1, len(known) // PROBED)]
+    probed = list(dict.fromkeys([*special, *spread, max(known)]))
+    for number, theirs in zip(probed, server.texts(probed), strict=True):
+        ours = (decoded(tokenizer, [number]), str(known[number]).replace("\u0120", " ").replace("\u2581", " "))
+        if theirs is None:
+            raise UserError(
+                f"{where}: the server ({about.name}) does not say what its tokens are as text, so its vocabulary can"
+                "not be compared with the policy's. Start it with its tokenizer."
+            )
+        if "\ufffd" not in theirs + ours[0] and theirs.strip() not in (ours[0].strip(), ours[1].strip()):
+            raise UserError(
+                f"{where} has another vocabulary than the policy: id {number} is {theirs!r} there ({about.name}) and "
+                f"{ours[0]!r} here. Log-probs of tokens can only be compared in one vocabulary; serve a teacher of the "
+                "policy's own family."
+            )
+    server.texts([spec.vocab_size - 1])  # refused where the teacher has fewer logits
+    longest = config.longest + (not about.draws_nothing)
+    if about.most_tokens is not None and longest > about.most_tokens:
+        raise UserError(
+            f"{where} takes {about.most_tokens} tokens (max_model_len), and task.max_prompt_length + "
+            f"rollout.max_response_length = {config.longest}"
+            f"{'' if about.draws_nothing else ', and one that it draws'}. Lower one of the two, or serve the teacher "
+            "with more."
         )
 
 
@@ -137,11 +191,14 @@ def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
 
 
 def build_teachers(config: Config) -> Teachers | None:
-    """The published teachers on the run's device, each with the digest of its values; None without one."""
-    found = {}
+    """The published teachers on the run's device, each with the digest of its values, and those of servers; None
+    without one."""
+    found: dict[str, Transformer | TeacherServer] = {**servers_of(config)}
     for name, teacher in teachers_of(config).items():
         path, revision = paths_of(config)[name], config.teacher.revision if name == REST else None
-        values, hashes = hf.parameters_of(_folder(path, revision, weights=True), teacher.spec), BaseHash()
+        folder, hashes = _folder(path, revision, weights=True), BaseHash()
+        coded = hf.stored_parameters(folder, teacher.spec, coded=coded_weights(teacher.spec, teacher.recipe))
+        values = Again(teacher.recipe.pow2_weights, masters=False).through(coded, folder)
         model = Transformer(teacher.spec, teacher.recipe, master_dtype=None).to(config.device)
         model.publish_values(hashes.through(values))
         model.base_digest = hashes.digest()

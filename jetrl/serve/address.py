@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from jetrl.errors import UserError
 from jetrl.requirements import install, packages
@@ -18,6 +19,8 @@ class FrontSettings:
     api_key: str | None = None
     max_requests: int = 1024  # that the engine has at once, running and waiting
     max_body: int = 32 << 20  # bytes
+    sessions: Path | None = None  # the folder that records them
+    sessions_bytes: int = 256 << 20  # that it may take
 
 
 def require_extra() -> None:

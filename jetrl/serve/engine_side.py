@@ -13,7 +13,9 @@ from typing import Any
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.plan import NewTokens
+from jetrl.engine.scoring import prompt_logprobs
 from jetrl.errors import UserError
+from jetrl.model.transformer import Transformer
 from jetrl.serve import pipe
 from jetrl.types import Completion, Request, SamplingParams
 
@@ -26,6 +28,7 @@ class _Side:
         self.streams: set[int] = set()
         self.known: set[int] = set()  # requests that wait or run
         self.news: list[list[Any]] = []
+        self.scores: list[dict[str, Any]] = []  # prompts whose log-probs are asked for
         engine.on_tokens = self._on_tokens
 
     def _on_tokens(self, drawn: list[NewTokens]) -> None:
@@ -38,7 +41,11 @@ class _Side:
         pipe.send(self.connection, message)
 
     def take(self, message: dict[str, Any]) -> None:
+        if "score" in message:
+            self.scores.append(message)
+            return
         if "cancel" in message:
+            self.scores = [one for one in self.scores if one["score"] not in message["cancel"]]
             ids = self.known & set(message["cancel"])
             self.engine.cancel(ids)
             self._ended(ids)
@@ -75,6 +82,27 @@ class _Side:
             state={"running": report.running, "waiting": report.waiting},
         )
 
+    def score(self) -> None:
+        """Compute the log-probs of the first prompts that wait, as many as a step of the engine has tokens."""
+        first, used = [self.scores.pop(0)], 0
+        while self.scores and self.scores[0]["top"] == first[0]["top"]:
+            used += len(first[-1]["tokens"])
+            if used + len(self.scores[0]["tokens"]) > self.engine.settings.max_tokens_per_step:
+                break
+            first.append(self.scores.pop(0))
+        model = self.engine.model
+        assert isinstance(model, Transformer), "what `jetrl serve` loads"
+        try:
+            found = prompt_logprobs(model, [one["tokens"] for one in first], first[0]["top"])
+        except UserError as error:
+            self.send(failed={"ids": [one["score"] for one in first], "message": str(error)})
+            return
+        self.send(scored=[
+            {"id": one["score"], "logprobs": each.logprobs, "top_tokens": each.top_tokens.ravel(),
+             "top_logprobs": each.top_logprobs.ravel()}
+            for one, each in zip(first, found, strict=True)
+        ])
+
     def _ended(self, ids: set[int]) -> None:
         self.known -= ids
         self.streams -= ids
@@ -87,8 +115,10 @@ def serve_engine(
     side, told = _Side(engine, connection), 0.0
     try:
         while not stop():
-            while connection.poll(0 if engine.has_work else beat / 2):
+            while connection.poll(0 if engine.has_work or side.scores else beat / 2):
                 side.take(pipe.receive(connection))
+            if side.scores:
+                side.score()
             if engine.has_work:
                 side.step()
             elif time.monotonic() - told > beat:

@@ -40,6 +40,7 @@ from jetrl.serve.link import Flight, Link
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
 from jetrl.serve.service import About, Choice, Service
+from jetrl.serve.session_log import SessionLog
 from jetrl.serve.sessions import Session, Sessions
 from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask
 
@@ -53,7 +54,10 @@ class Front:
 
     def __init__(self, about: About, settings: FrontSettings, link: Link) -> None:
         self.about, self.settings, self.link = about, settings, link
-        self.service, self.counts, self.sessions = Service(about), Counts(), Sessions()
+        self.log = None if settings.sessions is None else SessionLog(settings.sessions, settings.sessions_bytes)
+        self.service, self.counts, self.sessions = Service(about, self.log), Counts(), Sessions()
+        if self.log is not None:
+            self.sessions.on_end = self.log.ended
         self.attempts: OrderedDict[tuple[str, ...], tuple[bytes, list[list[Name]]]] = OrderedDict()
 
     def app(self) -> Starlette:
@@ -120,6 +124,8 @@ class Front:
         data = await self._body(request)
         ask = parse(data, self.about.name, self.about.vocab_size)
         session = self._session(request, data)
+        if session is not None and ask.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs: ask for them outside of sessions.", param="prompt_logprobs")
         choices = self._named(request, data, ask, session)
         job = _Job(self, ask, choices, f"{prefix}-{uuid.uuid4().hex}", kind, session)
         job.begin(request)
@@ -175,6 +181,8 @@ class Front:
         data = await self._body(request)
         session = self.sessions.use(request.path_params["session"], make=False)
         session.set_reward(data.get("reward"))
+        if self.log is not None:
+            self.log.reward(session)
         return Answer({"id": session.id, "reward": session.reward})
 
     async def _traces(self, request: Request) -> Response:
@@ -240,14 +248,20 @@ class _Job:
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
-        wanted = [(choice.id, choice.row, choice.sampling) for choice in self.choices]
+        link, drawn = self.front.link, [choice for choice in self.choices if choice.flight is None]
         try:
-            flights = self.front.link.submit(wanted, self.ask.stream, self.wake)
+            flights = link.submit([(choice.id, choice.row, choice.sampling) for choice in drawn],
+                                  self.ask.stream, self.wake)
+            for choice, flight in zip(drawn, flights, strict=True):
+                choice.flight = flight
+            if self.ask.prompt_logprobs is not None:
+                scores = link.score([choice.row for choice in self.choices], self.ask.prompt_logprobs, self.wake)
+                for choice, flight in zip(self.choices, scores, strict=True):
+                    choice.scores = flight
         except Refused:
             self.front.service.give_back(self.ask, self.session, self.choices)
+            link.leave([choice.flight for choice in drawn if choice.flight is not None], self.wake)
             raise
-        for choice, flight in zip(self.choices, flights, strict=True):
-            choice.flight = flight
         if self.session is not None:
             self.session.open_requests += 1
         self.gone = asyncio.create_task(disconnect(request))
@@ -295,7 +309,8 @@ class _Job:
 
     @property
     def _flights(self) -> list[Flight]:
-        return [choice.landed for choice in self.choices]
+        found = [flight for choice in self.choices for flight in (choice.flight, choice.scores)]
+        return [flight for flight in found if flight is not None]
 
     async def _change(self) -> None:
         await self.changed.wait()

@@ -62,12 +62,13 @@ class Rules:
 
 
 class Episode:
-    """One program's session. `asks` holds the calls that have come, which are answered in this order."""
+    """One program's session. `asks` holds the calls that have come, which are answered in this order; None: whoever
+    waits for one should see whether the program has ended."""
 
     def __init__(self, gateway: Gateway, rules: Rules | None = None) -> None:
         self.id, self.key, self.gateway = uuid.uuid4().hex, secrets.token_urlsafe(24), gateway
         self.rules = Rules() if rules is None else rules
-        self.asks: queue.Queue[Call] = queue.Queue()
+        self.asks: queue.Queue[Call | None] = queue.Queue()
         self.reward: float | None = None
         self._lock = threading.Lock()
         self._turns: dict[bytes, int] = {}  # turns of the policy, by what was said up to their end

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -49,6 +50,7 @@ class Link:
     def __init__(self, connection: Connection, most: int) -> None:
         self.connection, self.most = connection, most
         self.flights: dict[int, Flight] = {}
+        self._scores = count(-1, -1)  # ids of prompts that are scored; those of answers are positive
         self.state: dict[str, Any] = {"running": 0, "waiting": 0}  # the engine's last report
         self.heard = time.monotonic()
         self.alive = True
@@ -61,14 +63,7 @@ class Link:
     ) -> list[Flight]:
         """Hand requests to the engine, or join those that it has; all or none. Refused (429) where it has too many."""
         wanted = list(requests)
-        new = {id for id, _, _ in wanted if id not in self.flights}
-        if not self.alive:
-            raise Refused("The engine has ended. Start the server again.", 503, code="engine_ended")
-        if len(self.flights) + len(new) > self.most and self.flights:
-            raise Refused(
-                f"The server has {len(self.flights)} requests, and room for {self.most}. Try again later.",
-                429, code="queue_full", retry_after=1,
-            )
+        self._require_room(len({id for id, _, _ in wanted if id not in self.flights}))
         found = []
         for id, tokens, sampling in wanted:
             flight = self.flights.get(id)
@@ -81,6 +76,27 @@ class Link:
             flight.wake.append(wake)
             found.append(flight)
         return found
+
+    def score(self, prompts: Iterable[np.ndarray], top: int, wake: Callable[[], object]) -> list[Flight]:
+        """Have the log-probs of prompts computed, which are then in `done`. Refused as `submit`."""
+        wanted = list(prompts)
+        self._require_room(len(wanted))
+        found = []
+        for tokens in wanted:
+            flight = Flight(next(self._scores), wake=[wake])
+            self.flights[flight.id] = flight
+            self._out.send({"score": flight.id, "tokens": tokens, "top": top})
+            found.append(flight)
+        return found
+
+    def _require_room(self, new: int) -> None:
+        if not self.alive:
+            raise Refused("The engine has ended. Start the server again.", 503, code="engine_ended")
+        if len(self.flights) + new > self.most and self.flights:
+            raise Refused(
+                f"The server has {len(self.flights)} requests, and room for {self.most}. Try again later.",
+                429, code="queue_full", retry_after=1,
+            )
 
     def leave(self, flights: Iterable[Flight], wake: Callable[[], object]) -> None:
         """This asker has what it wanted, or has gone. What nobody waits for is cancelled."""
@@ -130,6 +146,11 @@ class Link:
             if flight is not None:
                 flight.tokens, flight.logprobs = done["tokens"].tolist(), done["logprobs"].tolist()
                 flight.done = done
+                flight._changed()
+        for scored in message.get("scored", ()):
+            flight = self.flights.pop(scored["id"], None)
+            if flight is not None:
+                flight.done = scored
                 flight._changed()
         if (refused := message.get("refused")) is not None:
             self._fail([refused["id"]], Refused(refused["message"]))

@@ -17,6 +17,7 @@ from jetrl.serve.calls import MARKS, calls_of, for_template, form_of
 from jetrl.serve.link import Flight
 from jetrl.serve.names import Name, Names
 from jetrl.serve.refusal import Refused
+from jetrl.serve.session_log import SessionLog, spoken
 from jetrl.serve.sessions import Session, Turn, turn_of
 from jetrl.serve.text import TextStream, visible
 from jetrl.serve.wire import Ask
@@ -59,6 +60,7 @@ class Choice:
     text: TextStream
     parent: Turn | None = None  # the turn of a session that the prompt goes on from
     flight: Flight | None = None
+    scores: Flight | None = None  # the log-probs of its prompt, if they are asked for
     told: int = 0  # tokens that a stream has sent
 
     @property
@@ -72,9 +74,10 @@ class Choice:
 
 
 class Service:
-    """Prompts and answers of one model."""
+    """Prompts and answers of one model. `log`: where sessions are recorded."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: About, log: SessionLog | None = None) -> None:
+        self.log = log
         self.about, self.names, self.form = about, Names(), form_of(about.tokenizer)
         self._texts: dict[int, tuple[str, list[int] | None]] = {}
 
@@ -140,7 +143,15 @@ class Service:
             for name in taken:
                 text = TextStream(self.about.tokenizer, sampling.stop, self._marks(ask))
                 found.append(Choice(len(found), prompt, row, sampling, name, text, parent))
+                if not sampling.max_tokens:
+                    found[-1].flight = Flight(name.id, done=self._nothing)
         return found
+
+    @property
+    def _nothing(self) -> dict[str, Any]:
+        """The end of a request that draws nothing."""
+        version, digest = self.about.weight_version, self.about.flow_digest
+        return {"text": "", "finish": "length", "version": version, "digest": digest}
 
     def give_back(self, ask: Ask, session: Session | None, choices: Sequence[Choice]) -> None:
         """Nobody got these answers."""
@@ -156,10 +167,20 @@ class Service:
             assert done is not None
             turn = turn_of(choice.id, choice.parent, choice.prompt, done)
             if not ask.messages:
-                session.add(turn)
-                continue
-            message, _ = self.said(ask, choice)
-            session.add(turn, ask.messages, ask.variables, {k: v for k, v in message.items() if v is not None})
+                new = session.add(turn)
+            else:
+                message, _ = self.said(ask, choice)
+                answer = {k: v for k, v in message.items() if v is not None}
+                new = session.add(turn, ask.messages, ask.variables, answer)
+            if new and self.log is not None:
+                self._record(self.log, ask, session, turn, done["text"])
+
+    def _record(self, log: SessionLog, ask: Ask, session: Session, turn: Turn, text: str) -> None:
+        """Write an answer down, and what was said before it."""
+        said = session.behind(turn.parent, ask.messages, ask.variables)
+        tokens = [(self._texts.get(token) or self._text_of(token))[0] for token in turn.drawn.tolist()]
+        read = decoded(self.about.tokenizer, turn.before.tolist()) if len(turn.before) else ""
+        log.turn(session, turn, [(str(one["role"]), spoken(one)) for one in said], read, tokens, text)
 
     def _marks(self, ask: Ask) -> tuple[str, ...]:
         return MARKS[self.form] if self.form is not None and ask.variables.get("tools") else ()
@@ -167,7 +188,7 @@ class Service:
     def _sampling(self, ask: Ask, length: int) -> SamplingParams:
         room = self.about.max_position - length
         most = room if ask.max_tokens is None else ask.max_tokens
-        if most > room or most < 1:
+        if most > room or most < (ask.prompt_logprobs is None):
             wanted = "" if ask.max_tokens is None else f", with max_tokens = {most} {length + most}"
             raise Refused(
                 f"The prompt has {length} tokens{wanted}; the model has {self.about.max_position} positions. Shorten "
@@ -208,6 +229,8 @@ class Service:
         elif kind == "completion":
             found["text"] = visible(flight.done["text"], choice.sampling.stop)
         found["logprobs"] = self._logprobs(ask, flight.tokens, flight.logprobs, kind) if ask.logprobs else None
+        if choice.scores is not None:
+            found["prompt_logprobs"] = self._prompt_logprobs(choice)
         if ask.token_ids or kind == "generate":
             found["token_ids"] = flight.tokens
         if kind != "chat" and ask.token_ids:
@@ -241,6 +264,28 @@ class Service:
             {"token": name, "token_id": token, "logprob": logprob, "top_logprobs": [], "bytes": letters}
             for (name, letters), token, logprob in zip(texts, tokens, logprobs, strict=True)
         ], "refusal": None}
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """As vLLM's server has them: for each token of the prompt a table by token id, None for the first. Log-probs
+        are of the whole distribution at temperature 1, whatever the request's is; `rank` is that among the most
+        probable ones, None beyond them."""
+        assert choice.scores is not None and choice.scores.done is not None
+        done = choice.scores.done
+        count = len(choice.prompt) - 1
+        top = len(done["top_tokens"]) // count if count else 0
+        tokens, logprobs = done["top_tokens"].tolist(), done["top_logprobs"].tolist()
+        found: list[dict[str, Any] | None] = [None]
+        for i, (token, logprob) in enumerate(zip(choice.prompt[1:], done["logprobs"].tolist(), strict=True)):
+            part = slice(i * top, i * top + top)
+            here = {each: (value, rank) for rank, (each, value) in enumerate(
+                zip(tokens[part], logprobs[part], strict=True), 1)}
+            first = {token: (logprob, here.get(token, (0, None))[1])}
+            found.append({
+                str(each): {"logprob": value, "rank": rank,
+                            "decoded_token": (self._texts.get(each) or self._text_of(each))[0]}
+                for each, (value, rank) in ({**first, **here} | first).items()
+            })
+        return found
 
     def _text_of(self, token: int) -> tuple[str, list[int] | None]:
         """The text of one token, and its bytes; None where these are part of a character. Each is made once."""

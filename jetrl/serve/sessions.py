@@ -18,7 +18,7 @@ import json
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -99,6 +99,7 @@ class Session:
         self.open_requests = 0
         self._known: dict[bytes, Turn] = {}  # by what was said up to the turn's end
         self._ids: dict[int, Turn] = {}
+        self._numbers: dict[int, int] = {}
         self._ends: dict[int, dict[bytes, Turn]] = {}  # by length and digest of all tokens up to the turn's end
 
     def find(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[Turn, int] | None:
@@ -119,12 +120,14 @@ class Session:
     def add(
         self, turn: Turn, messages: Sequence[Message] = (), variables: Mapping[str, Any] | None = None,
         answer: Message | None = None,
-    ) -> None:
+    ) -> bool:
         """Note an answer, once: a request that was repeated had the same. `messages` led to `answer`; without them it
-        is one of a plain completion, that nothing goes on from."""
-        if turn.id in self._ids:
+        is one of a plain completion, that nothing goes on from. Whether it is a new one."""
+        new = turn.id not in self._ids
+        if not new:
             turn = self._ids[turn.id]
         else:
+            self._numbers[turn.id] = len(self.turns)
             self.turns.append(turn)
             self._ids[turn.id] = turn
             row = np.array(turn.tokens, dtype=np.int32)
@@ -132,6 +135,18 @@ class Session:
         if answer is not None:
             key = list(session_keys([*messages, answer], variables or {}))[-1]
             self._known.setdefault(key, turn)  # of two answers with one text, the first goes on
+        return new
+
+    def number_of(self, turn: Turn) -> int:
+        """Its place in the order of the answers."""
+        return self._numbers[turn.id]
+
+    def behind(self, turn: Turn | None, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
+        """Those of the messages that follow the end of `turn`; None: all."""
+        if turn is None:
+            return messages
+        keys = list(session_keys(messages, variables))
+        return messages[next((n for n in range(len(keys), 0, -1) if self._known.get(keys[n - 1]) is turn), 0) :]
 
     def set_reward(self, value: Any) -> None:
         """The session's reward; see `reward_of`."""
@@ -215,6 +230,7 @@ class Sessions:
     """The sessions of a server, by id. One that nobody has made begins with its first use."""
 
     most: int = MOST_SESSIONS
+    on_end: Callable[[Session], object] = lambda session: None
     _open: OrderedDict[str, Session] = field(default_factory=OrderedDict)  # the least recently used first
     _closed: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
@@ -242,6 +258,7 @@ class Sessions:
         session = self.use(id, make=False)
         del self._open[id]
         self._closed[id] = None
+        self.on_end(session)
         while len(self._closed) > _CLOSED:
             self._closed.popitem(last=False)
         return session

@@ -18,7 +18,7 @@ from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
 from jetrl.untrusted import json_value, no_constant
 
-MOST_CHOICES, MOST_STOPS, MOST_PROMPTS = 128, 16, 256
+MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_TOP = 128, 16, 256, 128
 _SEEDS = 2**64 - 1
 
 # What a client may send and the server need not read: it changes no token.
@@ -33,7 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "web_search_options": (), "use_beam_search": (False,),
-    "min_tokens": (0,), "prompt_logprobs": (0,), "skip_special_tokens": (False,), "detokenize": (True,),
+    "min_tokens": (0,), "prompt_logprobs": (), "skip_special_tokens": (False,), "detokenize": (True,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,), "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "structured_outputs": (),
@@ -46,7 +46,7 @@ _SAMPLING = {
 }
 _SHARED = _SAMPLING | {"model", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
 _CHAT = _SHARED | {"messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
-_COMPLETION = _SHARED | {"prompt"}
+_COMPLETION = _SHARED | {"prompt", "prompt_logprobs"}
 _OF_RECIPE = (_SAMPLING - {"n", "logprobs"}) | {"max_completion_tokens"}
 _TURN = _CHAT - _OF_RECIPE
 _GENERATE = {"model", "token_ids", "sampling_params", "stream", "return_token_ids"}
@@ -72,6 +72,7 @@ class Ask:
     tokens_as_ids: bool = False
     stream: bool = False
     usage: bool = False  # in a stream: a last chunk with the counts
+    prompt_logprobs: int | None = None  # of the prompt's tokens, with so many of the most probable ones at each place
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -98,12 +99,19 @@ def chat_ask(data: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
 
 
 def completion_ask(data: Mapping[str, Any], model: str, vocab_size: int) -> Ask:
-    """The body of `/v1/completions`."""
+    """The body of `/v1/completions`. With `prompt_logprobs`, `max_tokens` may be 0: then nothing is drawn."""
     _require_known(data, _COMPLETION, model)
-    ask = _shared(data, vocab_size)
-    most = 16 if ask.max_tokens is None else ask.max_tokens  # OpenAI's default
+    top, drawn = data.get("prompt_logprobs"), data.get("max_tokens")
+    nothing = top is not None and drawn == 0 and not isinstance(drawn, bool)
+    ask = _shared({**data, "max_tokens": None} if nothing else data, vocab_size)
+    most = 0 if nothing else 16 if ask.max_tokens is None else ask.max_tokens  # OpenAI's default
+    if top is not None:
+        top = _checked("prompt_logprobs", lambda: arguments.whole("prompt_logprobs", top, 0, min(MOST_TOP, vocab_size)))
+        if ask.stream or ask.n > 1:
+            raise Refused("prompt_logprobs: they do not stream, and n must be 1.", param="prompt_logprobs")
     return replace(
-        ask, prompts=_prompts(data.get("prompt"), vocab_size), max_tokens=most, logprobs=_wants_logprobs(data)
+        ask, prompts=_prompts(data.get("prompt"), vocab_size), max_tokens=most, logprobs=_wants_logprobs(data),
+        prompt_logprobs=top,
     )
 
 

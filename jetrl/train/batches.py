@@ -40,6 +40,9 @@ class MicroBatch:
     values: Tensor | None = None  # [T] float32, the critic's before the step's first update
     returns: Tensor | None = None  # [T] float32, what the critic should have said
     versions: Tensor | None = None  # [T] int64, of the weights that drew each target in the loss; -1 in other rows
+    teacher_tokens: Tensor | None = None  # [T, K] int64, the teacher's most probable ones; 0 in rows outside the loss
+    teacher_logprobs: Tensor | None = None  # [T, K] float32, the teacher's, of those
+    given: bool = False  # no policy sampled them: of the loss they have the KL to the teacher alone
     kept_sets: KeptSets | None = None  # of the rows in the loss, in order, if they were found before the update
 
 

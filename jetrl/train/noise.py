@@ -77,7 +77,8 @@ def noise_metrics(
     if len(batches) < 2 or not config.rl.noise_interval or step % config.rl.noise_interval:
         return {}
     model, batch, world = learner.model, batches[-1], learner.world.replicas
-    held = {n: m for n, m in zip(batch.numbers, batch.micro_batches, strict=True) if bool(m.loss_mask.any())}
+    pairs = zip(batch.numbers, batch.micro_batches, strict=True)
+    held = {n: m for n, m in pairs if bool(m.loss_mask.any()) and not m.given}
     first = min((n for of_rank in world.gather(list(held)) for n in of_rank), default=None)
     own = _noise(model, to_device(held[first], model.head_weight.device), config) if first in held else None
     found = next((part for part in world.gather(own) if part is not None), None)

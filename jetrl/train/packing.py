@@ -147,6 +147,22 @@ def joined(parts: Sequence[PackedBatch]) -> PackedBatch:
     return replace(parts[0], micro_batches=tuple(every[n] for n in numbers), numbers=numbers)
 
 
+def with_behind(batch: PackedBatch, given: PackedBatch) -> PackedBatch:
+    """One update of both; the micro-batches of `given`, as such, come behind the others."""
+    micros = tuple(
+        replace(m, given=True, sequence_ids=torch.where(m.sequence_ids < 0, -1, m.sequence_ids + batch.num_sequences))
+        for m in given.micro_batches
+    )
+    return replace(
+        batch, micro_batches=batch.micro_batches + micros,
+        numbers=batch.numbers + tuple(batch.num_micro_batches + n for n in given.numbers),
+        num_micro_batches=batch.num_micro_batches + given.num_micro_batches,
+        num_sequences=batch.num_sequences + given.num_sequences,
+        num_loss_tokens=batch.num_loss_tokens + given.num_loss_tokens,
+        sequence_tokens=batch.sequence_tokens + given.sequence_tokens, prompts=batch.prompts + given.prompts,
+    )
+
+
 def denominators(
     batch: PackedBatch, max_response_length: int, masked_sequences: MaskedSequences = "drop"
 ) -> Denominators:
@@ -207,18 +223,44 @@ def fill(
 
 
 def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> PackedBatch:
-    """The batch with `column` set from what a pass computed: one tensor [R] per micro-batch that it holds."""
+    """The batch with `column` set from what a pass computed: one tensor [R], or [R, K], per micro-batch that it holds.
+    Integers stay int64, with 0 in other rows."""
     micros = []
     for micro, values in zip(batch.micro_batches, rows, strict=True):
-        whole = _absent(len(micro.tokens))
-        whole[micro.loss_mask > 0] = values.to("cpu", torch.float32)
+        whole = _column_for(micro, values)
+        whole[micro.loss_mask > 0] = values.to("cpu", whole.dtype)
         micros.append(_with_column(micro, column, whole))
     return replace(batch, micro_batches=tuple(micros))
 
 
+def scattered(
+    batches: Sequence[PackedBatch], column: str, found: Mapping[int, np.ndarray], empty: np.ndarray
+) -> list[PackedBatch]:
+    """The opposite of `held`: the batches with `column` set from an array [P, K] for each trajectory in the loss of a
+    micro-batch that is held, by its place in packing order. `empty` [0, K] has the type."""
+    filled, first = [], 0
+    for batch in batches:
+        columns = [_column_for(micro, torch.from_numpy(empty)) for micro in batch.micro_batches]
+        for number, sequence, rows in _loss_rows(batch):
+            if len(rows):
+                columns[number][rows] = torch.from_numpy(found[first + sequence]).to(columns[number].dtype)
+        micros = [_with_column(m, column, c) for m, c in zip(batch.micro_batches, columns, strict=True)]
+        filled.append(replace(batch, micro_batches=tuple(micros)))
+        first += batch.num_sequences
+    return filled
+
+
+def _column_for(micro: MicroBatch, values: Tensor) -> Tensor:
+    """An empty column for rows with values of this kind."""
+    shape = (len(micro.tokens), *values.shape[1:])
+    if not values.is_floating_point():
+        return torch.zeros(shape, dtype=torch.int64)
+    return torch.full(shape, math.nan, dtype=torch.float32)
+
+
 def held(batches: Sequence[PackedBatch], column: str) -> dict[int, np.ndarray]:
-    """`column` as one float32 array [P] for each trajectory in the loss of a micro-batch that is held, by its place in
-    packing order."""
+    """`column` as one array [P], or [P, K], for each trajectory in the loss of a micro-batch that is held, by its
+    place in packing order."""
     found: dict[int, np.ndarray] = {}
     first = 0
     for batch in batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
 from jetrl.rl.routing import RoutingCounts
 from jetrl.rl.routing import merged as merged_counts
+from jetrl.rl.top_k import top_k_kl
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.digests import UNSEEN, Digests
 from jetrl.train.merging import Part, merged
@@ -249,9 +250,10 @@ def _policy_update(
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
         rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep, truncation)
         seen.add("logprobs", rows.logprobs)
-        unread = compared.add(micro, rows, routes, routing, batch.weight_version)
+        unread = compared.add(micro, rows, routes, routing, batch.weight_version) if not micro.given else {}
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
+        inputs = with_teacher_kl(model, micro, rows, without_policy(inputs, config) if micro.given else inputs, config)
         loss, part = objective(inputs, config.rl, shares, of_tokens)
         loss = loss if not unread else loss * math.nan
         of_tokens |= unread
@@ -331,6 +333,28 @@ def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool
         ref_logprobs=column(micro.ref_logprobs), values=values, old_values=column(micro.values),
         returns=column(micro.returns),
     )
+
+
+def without_policy(inputs: Inputs, config: Config) -> Inputs:
+    """The inputs of given answers, as if this policy had drawn them, without advantages: no term but the entropy's has
+    a gradient, and statistics count them at ratio 1."""
+    own = inputs.logprobs.detach()
+    return replace(
+        inputs, advantages=torch.zeros_like(own), rollout_logprobs=own,
+        old_logprobs=None if inputs.old_logprobs is None else own, ref_logprobs=own if config.rl.kl_coef else None,
+    )
+
+
+def with_teacher_kl(model: Transformer, micro: MicroBatch, rows: Rows, inputs: Inputs, config: Config) -> Inputs:
+    """The inputs with the KL to the teacher at each row, where the micro-batch has the teacher's most probable
+    tokens."""
+    if micro.teacher_tokens is None:
+        return inputs
+    assert micro.teacher_logprobs is not None, "both columns come from one pass"
+    tokens, targets = micro.teacher_tokens[rows.index], micro.targets[rows.index]
+    of_policy = model.several_logprobs(rows.hidden, targets, rows.logprobs, tokens, config.rollout.temperature)
+    kl = top_k_kl(of_policy, micro.teacher_logprobs[rows.index])
+    return replace(inputs, teacher_kl=kl, teacher_weight=config.teacher.weight)
 
 
 def _critic_update(

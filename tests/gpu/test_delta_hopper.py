@@ -1,6 +1,6 @@
 """Kernels of Gated DeltaNet on a Hopper GPU: one body for packed sequences, pieces and single tokens, bit for bit.
 
-They are not registered yet (`kernels/delta/table.py`): runs of hybrids on a GPU are refused by name.
+Whole models: `test_portable.py`, as hybrids run by the portable kernels.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Digests on a GPU: those of a CPU, and nothing waits for the device before they are taken.
-
-Written without a GPU at hand: not run yet.
-"""
+"""Digests on a GPU: those of a CPU, and nothing waits for the device before they are taken."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from jetrl.kernels.update.digest import digest_of, digests
 from jetrl.model.shards import Part
-from jetrl.train.digests import Digests, digest_of
+from jetrl.train.digests import Digests
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -21,6 +19,19 @@ def test_digests_are_those_of_the_cpu(shape: tuple[int, ...], dtype: torch.dtype
     size = torch.Size(shape).numel() * dtype.itemsize
     value = torch.randint(256, (size,), dtype=torch.uint8).view(dtype).view(shape)
     assert int(digest_of(value.to(CUDA))) == int(digest_of(value))
+
+
+def test_many_tensors_of_all_kinds_in_one_call_are_those_of_the_cpu() -> None:
+    values = []
+    for shape in ((300, 4096), (70, 2 * 17 * 64), (130, 41), (4099,), (), (0, 8), (64, 5120)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+            size = torch.Size(shape).numel() * dtype.itemsize
+            values.append(torch.randint(256, (size,), dtype=torch.uint8).view(dtype).view(shape))
+    on_gpu = [value.to(CUDA) for value in values]
+    on_gpu += [value[1:] for value in on_gpu if value.ndim == 2]  # addresses that are no multiple of 16 among them
+    values += [value[1:] for value in values if value.ndim == 2]
+    starts = list(range(len(values)))
+    assert digests(on_gpu, starts).tolist() == digests(values, starts).tolist()
 
 
 def test_nothing_waits_until_they_are_taken() -> None:

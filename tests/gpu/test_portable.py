@@ -189,9 +189,13 @@ def test_gradients_of_attention(heads: tuple[int, int, int], stems: tuple[int, .
         assert (x.cpu().float() - y).norm() / y.norm() < 0.01, name
 
 
-SHAPES = ("random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe")
+SHAPES = (
+    "random:smollm2-135m:3", "random:qwen3-0.6b:3", "random:tiny-moe", "random:tiny-hybrid", "random:tiny-hybrid-moe",
+    "random:qwen3.5-0.8b:4",
+)
 FLOWS = (("bf16", ""), *product(("w8a16", "fp8"), ("bf16", "fp8")))  # precision, and format of the cache
 MODELS = [(shape, *flow) for shape in SHAPES for flow in FLOWS]
+MODELS += [("random:mini-v3", precision, "bf16") for precision in ("bf16", "w8a16", "fp8")]
 
 
 @pytest.mark.parametrize(("model", "precision", "cache"), MODELS, ids=str)
@@ -208,6 +212,10 @@ EXPERTS = ARCH | {
     "model_type": "qwen3_moe", "hidden_size": 72, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "norm_topk_prob": True,
 }
+LINEAR = {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+}
 GPU: dict[str, Any] = {"device": "cuda", "kernels": "triton", "model.arch": ARCH | {"hidden_size": 72, "head_dim": 32}}
 
 
@@ -218,6 +226,7 @@ GPU: dict[str, Any] = {"device": "cuda", "kernels": "triton", "model.arch": ARCH
         {"quant.kv_cache": "fp8"}, {"precision": "bf16", "train.share_prompts": True, "rl.kl_coef": 0.1},
         {"precision": "bf16", "rl.entropy_coef": 0.01}, {"train.master_dtype": "bfloat16"},
         {"model.arch": EXPERTS}, {"model.arch": EXPERTS, "precision": "bf16"},
+        *({"model.arch": ARCH | LINEAR | {"hidden_size": 72, "head_dim": 32}, "precision": p} for p in ("bf16", "fp8")),
     ],
     ids=str,
 )

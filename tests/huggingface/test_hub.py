@@ -62,6 +62,21 @@ def test_what_a_run_needs_is_downloaded_and_nothing_else(server: Hub) -> None:
     assert not server.asked, "a commit that is in the cache was asked for"
 
 
+def test_adapters_are_downloaded_like_a_model(server: Hub) -> None:
+    """With what jetrl knows of their training, and without what they may hold besides."""
+    small = {"adapter_config.json": b"{}", "jetrl_adapter.json": b"{}", "tokenizer.json": b"{}"}
+    files = small | {"adapter_model.safetensors": WEIGHTS}
+    others = {"training_args.bin": b"p", "checkpoint-9/adapter_model.safetensors": b"o", "optimizer.pt": b"x"}
+    server.repos["model", "acme/lora"] = Repo({ONE: files | others})
+    folder = hub.model_folder("acme/lora", weights=False)
+    assert files_of(folder) == small and "were not downloaded: 1 file" in hub.weights_to_come("acme/lora", ONE)
+    assert hub.model_folder("acme/lora") == folder and files_of(folder) == files
+    (folder / "adapter_model.safetensors").unlink()
+    server.status = 503
+    with pytest.raises(UserError, match=r"acme/lora: the download in .* lacks adapter_model.safetensors"):
+        hub.model_folder("acme/lora", ONE)
+
+
 def test_branches_move_and_commits_do_not(server: Hub) -> None:
     repo = server.repos["model", "acme/tiny"]
     first = hub.model_folder("acme/tiny")
@@ -91,7 +106,8 @@ def test_a_download_that_broke_off_is_completed(server: Hub, monkeypatch: pytest
     ("files", "message"),
     [
         ({**SMALL, "pytorch_model.bin": b"1"}, r"acme/x has no model.safetensors on the hub.*It has .*pytorch_model"),
-        ({"adapter_config.json": b"{}"}, "acme/x holds adapters .*hf download acme/x --local-dir adapters`, then give"),
+        ({"adapter_config.json": b"{}", "adapter_model.bin": b"1"},
+         r"acme/x has no adapter_model.safetensors on the hub; .*It has adapter_.*Use a version with safetensors"),
         ({"x.gguf": b"1"}, "acme/x has no config.json on the hub, so it is not a transformers model. It has x.gguf"),
     ],
 )
@@ -99,7 +115,7 @@ def test_repositories_that_are_no_model_of_ours(server: Hub, files: dict[str, by
     server.repos["model", "acme/x"] = Repo({ONE: files})
     with pytest.raises(UserError, match=message):
         hub.model_folder("acme/x")
-    if "config.json" in files:
+    if not {"config.json", "adapter_config.json"}.isdisjoint(files):
         hub.model_folder("acme/x", weights=False)
         with pytest.raises(UserError, match=message):
             hub.weights_to_come("acme/x", ONE)
@@ -249,6 +265,7 @@ def test_a_revision_of_a_folder_has_no_effect(cache: Path) -> None:
         ("a/b/c", "those have one slash"),
         ("acme/..", "those have one slash"),
         ("acme/ti ny", "those have one slash"),
+        ("acme/tiny@v1", r"write the name alone, acme/tiny, and give v1 as model.revision \(--revision, or revision="),
         ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "write the name alone: Qwen/Qwen3-0.6B"),
         ("hf://datasets/acme/sums", "write the name alone: acme/sums"),
     ],

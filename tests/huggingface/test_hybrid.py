@@ -18,7 +18,7 @@ from jetrl.huggingface import carried, hybrid
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.export import export
 from jetrl.kernels.quantize.ops import quantize_weight
-from jetrl.spec import SHAPES, DeltaSpec, ModelSpec
+from jetrl.spec import SHAPES, DeltaSpec, ExpertSpec, ModelSpec
 
 # The keys of a published config (9B), as its file has them.
 TEXT_9B: dict[str, Any] = {
@@ -39,9 +39,21 @@ QWEN35_9B: dict[str, Any] = {
     "video_token_id": 248057, "vision_config": {"depth": 27, "model_type": "qwen3_5"}, "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
 }
+MOE: dict[str, Any] = {"model_type": "qwen3_5_moe_text", "intermediate_size": None}
+TEXT_A3B = {key: value for key, value in TEXT_9B.items() if key not in ("intermediate_size", "layer_types")} | {
+    "hidden_size": 2048, "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "num_experts": 256,
+    "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
 SPEC = replace(
     SHAPES["tiny-hybrid"], vocab_size=128, hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=4,
     delta=DeltaSpec(key_heads=2, value_heads=4, key_dim=32, value_dim=32, conv_width=4, layers=(0, 1, 2)),
+)
+
+
+MIXTURE = replace(
+    SPEC, family="qwen3_5_moe_text", intermediate_size=80, num_layers=2, delta=replace(SPEC.delta, layers=(0,)),
+    experts=ExpertSpec(count=8, per_token=2, intermediate_size=96, normalized=True, gated_shared=80),
 )
 
 
@@ -82,6 +94,55 @@ def test_specs_of_published_configs() -> None:
     assert written["rope_parameters"]["partial_rotary_factor"] == written["partial_rotary_factor"] == 0.25
 
 
+def test_the_spec_of_a_published_mixture() -> None:
+    spec = SHAPES["qwen3.5-35b-a3b"]
+    outer = QWEN35_9B | {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    assert hf.spec_from_hf(outer | {"text_config": TEXT_A3B}) == hf.spec_from_hf(TEXT_A3B) == spec
+    absent = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    assert hf.spec_from_hf({key: value for key, value in TEXT_A3B.items() if key not in absent}) == spec
+    assert spec.experts is not None and spec.experts.shared_size == 512 and len(spec.expert_layers) == 40
+    written = hf.hf_config(spec, outer | {"text_config": TEXT_A3B})
+    assert hf.spec_from_hf(written) == spec and written["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    assert not {"intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"} & written.keys()
+
+
+def test_experts_in_one_tensor_are_read_as_those_in_many(tmp_path: Path) -> None:
+    """Whole, by rows, and with the model around them; wrong sizes and doubled names are refused."""
+    hf.save_model(tmp_path / "many", MIXTURE, random_state(MIXTURE))
+    many = load_file(tmp_path / "many" / "model.safetensors")
+    one, at = {name: t for name, t in many.items() if ".experts." not in name}, "model.layers.{}.mlp.experts."
+    assert MIXTURE.experts is not None
+    for layer in range(MIXTURE.num_layers):
+        own, count = at.format(layer), range(MIXTURE.experts.count)
+        pairs = [torch.cat([many[f"{own}{e}.{x}_proj.weight"] for x in ("gate", "up")]) for e in count]
+        one[f"{own}gate_up_proj"] = torch.stack(pairs)
+        one[f"{own}down_proj"] = torch.stack([many[f"{own}{e}.down_proj.weight"] for e in count])
+
+    def folder(name: str, tensors: dict[str, Tensor]) -> Path:
+        (made := tmp_path / name).mkdir()
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        (made / "config.json").write_text((tmp_path / "many" / "config.json").read_text())
+        return made
+
+    state, again = hf.load_state(tmp_path / "many", MIXTURE), hf.load_state(folder("one", one), MIXTURE)
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
+    rows = {"layers.1.mlp.gate_up.weight": (90, 330), "layers.0.mlp.down.weight": (100, 257)}
+    for name, value in hf.parameters_of(tmp_path / "one", MIXTURE, rows):
+        start, stop = rows.get(name, (0, len(value)))
+        assert torch.equal(value, state[name][start:stop]), name
+    text = json.loads((tmp_path / "many" / "config.json").read_text())
+    inside = folder("inside", {hybrid.nested_name(name): t for name, t in one.items()})
+    config = QWEN35_9B | {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": True}
+    (inside / "config.json").write_text(json.dumps(config))
+    found = hf.load_state(inside, hf.spec_from_folder(inside))
+    assert all(torch.equal(state[name], found[name]) for name in state)
+    name = at.format(0) + "down_proj"
+    with pytest.raises(UserError, match=rf"{name} has shape \[4, 128, 96\], but config.json asks for \[8, 128, 96\]"):
+        hf.load_state(folder("short", one | {name: one[name][:4].clone()}), MIXTURE)
+    with pytest.raises(UserError, match=r"lacks model.layers.0.mlp.experts.0.down_proj.weight, "):
+        hf.load_state(folder("none", {n: t for n, t in one.items() if n != name}), MIXTURE)
+
+
 def test_transformers_reads_what_is_written() -> None:
     from transformers import AutoConfig
 
@@ -102,8 +163,13 @@ def test_transformers_reads_what_is_written() -> None:
     ({"rope_parameters": {"partial_rotary_factor": 1.5, "rope_theta": 1e7}}, "must be an even number of 2 up to"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope type 'yarn' is not supported"),
     ({"model_type": "qwen4_exp"}, "'qwen4_exp', with sparse attention and hyper-connections, is not supported; jetrl"),
-    ({"model_type": "qwen3_5_moe_text"}, "'qwen3_5_moe_text', a hybrid with a shared expert, is not supported"),
-    ({"model_type": "qwen3_next"}, "'qwen3_next', a hybrid with a shared expert, is not supported; jetrl runs llama"),
+    ({"model_type": "qwen3_next"}, "'qwen3_next', a hybrid whose projections are interleaved by key head, is not supp"),
+    ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512 is not known to jetrl for a qwe"),
+    (MOE | {"norm_topk_prob": False}, "asks for weights of experts that are not divided by their sum, which is not"),
+    (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 asks for layers without experts, which is not supp"),
+    (MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] asks for layers without experts, which is not"),
+    (MOE | {"num_experts_per_tok": 300}, "num_experts_per_tok = 300 is more than num_experts = 256"),
+    (MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0 must be a whole number"),
     ({"quantization_config": {"quant_method": "fp8"}}, "Start from the BF16 model"),
 ])
 def test_refusals(change: dict[str, Any], message: str) -> None:

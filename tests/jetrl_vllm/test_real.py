@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import vllm_cases
 
 from jetrl.config.vllm import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -75,3 +76,17 @@ def test_an_exported_folder_says_the_same_in_vllm_and_transformers(tmp_path: Pat
     """Greedy tokens in BF16; where they part, the logits are as close as BF16's rounding."""
     share, lost, error = vllm_cases.greedy_in_both(vllm_cases.exported(tmp_path, fp8=False, tied=tied), "cpu")
     assert share > 0.9 and lost < 2 * error, (share, lost, error)
+
+
+def test_a_folder_of_adapters_says_the_same_in_vllm_and_transformers(tmp_path: Path) -> None:
+    """vLLM serves it beside the base, as `jetrl export` leaves it. The base alone says something else."""
+    base = vllm_cases.exported(tmp_path, fp8=False)
+    adapters = vllm_cases.adapters_over(base, tmp_path / "adapters")
+    share, lost, error = vllm_cases.greedy_in_both(base, "cpu", adapters)
+    assert share > 0.85 and lost < 2 * error, (share, lost, error)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokens = torch.tensor([vllm_cases.PROMPTS[1]])
+    with torch.no_grad():
+        alone = model(tokens).logits
+        vllm_cases.add_adapters(model, adapters)
+        assert float((model(tokens).logits - alone).abs().max()) > 4 * error

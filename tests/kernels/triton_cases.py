@@ -33,6 +33,7 @@ from jetrl.kernels.quantize import transpose as tt
 from jetrl.kernels.quantize import triton as tq
 from jetrl.kernels.update import triton as ta
 from jetrl.kernels.update.adamw import AdamWStep
+from jetrl.kernels.update.digest import Words, words_of
 from jetrl.types import LayerCache, SamplingParams
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,6 +80,7 @@ def fix_interpreter_rounding() -> None:
 if INTERPRET:
     fix_interpreter_rounding()
     tb._PROGRAMS = 16  # several tokens for each
+    ta._PLACES = 64  # several programs for a tensor
 
 
 def equal(name: str, got: Tensor, want: Tensor) -> None:
@@ -504,6 +506,24 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
             ta.add_in_order(got, parts.to(DEVICE), first)
             equal(f"sum, first {first}", got.cpu(), want)
 
+    def digest(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, start: int) -> None:
+        g = torch.Generator().manual_seed(len(shapes))
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes]
+        values = [
+            torch.randint(256, (size,), generator=g, dtype=torch.uint8).view(dtype).view(shape)
+            for size, shape in zip(sizes, shapes, strict=True)
+        ]
+        values.append(values[-1][1:])  # rows of a rank; their address may be no multiple of 16
+        on_device = [value.to(DEVICE) for value in values[:-1]]
+        on_device.append(on_device[-1][1:])
+        words, here = ([Words(words_of(v), start) for v in some] for some in (values, on_device))
+        equal("digests", ta.digests(here), backend.digests(words))
+
+    # a fold of 64, columns that are no multiple of 4, one column, words of 16 bits and of 8, vectors, nothing
+    shapes = ((67, 1280), (9, 2 * 17 * 64), (5, 1), (3, 41), (70,), (1,), (), (0, 8), (2, 6, 1), (5, 6))
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+        for start in (0, 1 << 33):
+            yield f"digests {dtype} from row {start}", partial(digest, shapes, dtype, start)
     for size, count in ((1, 1), (2048, 2), (5001, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield f"add_in_order {size} of {count} {dtype}", partial(sums, size, count, dtype)

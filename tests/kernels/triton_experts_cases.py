@@ -150,6 +150,12 @@ def sums_case(kind: str, d: int) -> None:
     equal("dispatch_backward", tm.dispatch_backward(on_device, got), rm.dispatch_backward(y, want))
 
 
+def gate_case(tokens: int, d: int) -> None:
+    g = torch.Generator().manual_seed(d)
+    wide, logits = torch.randn(tokens, d + 8, generator=g).bfloat16(), torch.randn(tokens, 1, generator=g) * 6
+    equal("gate_rows", tm.gate_rows(wide.to(DEVICE)[:, :d], logits.to(DEVICE)), rm.gate_rows(wide[:, :d], logits))
+
+
 def combine_gradient_case(d: int) -> None:
     got, want = grouped()
     y, dy = sample(37 * 3, d, "normal"), sample(37, d, "normal", 1)
@@ -286,6 +292,8 @@ def transpose_case(sections: tuple[int, ...], k: int) -> None:
 
 def all_cases() -> list[tuple[str, Case]]:
     def cases() -> Iterator[tuple[str, Case]]:
+        for size in ((1, 40), (9, 1100)):
+            yield f"gate_rows {size}", partial(gate_case, *size)
         for kind in ("normal", "ties", "bad", "far"):
             for size in few(((9, 5, 2), (37, 128, 8), (700, 128, 8), (33, 60, 4))):
                 yield f"route {kind} {size}", partial(route_case, kind, *size)

@@ -22,7 +22,7 @@ from jetrl.parity.certificate import Workload, certify
 from jetrl.parity.rows import varlen
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import build_recipe
-from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.spec import DeltaSpec, ModelSpec, RopeSpec
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -31,18 +31,24 @@ SPEC = ModelSpec(
     max_position=64,
 )
 
+HYBRID = replace(  # a layer of Gated DeltaNet, and one of gated attention
+    SPEC, family="qwen3_5_text", hidden_size=24, intermediate_size=40, num_layers=2, num_heads=2, num_kv_heads=1,
+    vocab_size=37, rotary_dim=8, attention_gate=True, norm_offset=True,
+    delta=DeltaSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, conv_width=4, layers=(0,)),
+)
 
-def model_of(precision: str) -> Transformer:
-    recipe = build_recipe(precision.removesuffix(" kv"), SPEC.num_layers)
+
+def model_of(precision: str, spec: ModelSpec = SPEC) -> Transformer:
+    recipe = build_recipe(precision.removesuffix(" kv"), spec.num_layers)
     if precision.endswith(" kv"):
-        recipe = replace(recipe, kv_cache=kv_head(SPEC.head_dim))
-    return Transformer(SPEC, recipe).init_random(3).publish()
+        recipe = replace(recipe, kv_cache=kv_head(spec.head_dim))
+    return Transformer(spec, recipe).init_random(3).publish()
 
 
-def gradients_of(precision: str) -> dict[str, Tensor]:
-    model = model_of(precision)
+def gradients_of(precision: str, spec: ModelSpec) -> dict[str, Tensor]:
+    model = model_of(precision, spec)
     g = torch.Generator().manual_seed(1)
-    sequences = [torch.randint(0, SPEC.vocab_size, (n,), generator=g) for n in (9, 4)]
+    sequences = [torch.randint(0, spec.vocab_size, (n,), generator=g) for n in (9, 4)]
     hidden = model(varlen(sequences))
     targets = torch.cat(sequences).roll(-1)
     logprobs, entropy = model.token_logprobs(hidden, targets, 0.8)
@@ -53,31 +59,36 @@ def gradients_of(precision: str) -> dict[str, Tensor]:
 def model_cases() -> Iterator[tuple[str, base.Case]]:
     backend = load("triton")
 
-    def certificate(precision: str) -> None:
+    def certificate(precision: str, spec: ModelSpec, work: Workload) -> None:
         portable.on("mma")  # the smallest tiles
         with served_by(CPU, backend):
-            result = certify(model_of(precision), Workload(2, 7, 4, 3), "tiny", lambda text: None)
+            result = certify(model_of(precision, spec), work, "tiny", lambda text: None)
         assert result.ok, result
-        assert {link.link for link in result.links} >= {"a", "b", "c", "v"} and all(link.rows for link in result.links)
+        assert {link.link for link in result.links} >= {"a", "b", "c", "v" if spec is SPEC else "s"}
+        assert all(link.rows for link in result.links)
 
-    def learning(precision: str) -> None:
+    def learning(precision: str, spec: ModelSpec) -> None:
         portable.on("mma")
-        want = gradients_of(precision)
+        want = gradients_of(precision, spec)
         with served_by(CPU, backend):
-            got, again = gradients_of(precision), gradients_of(precision)
+            got, again = gradients_of(precision, spec), gradients_of(precision, spec)
         assert got.keys() == want.keys() and len(got) > 5
         for name, x in want.items():
             base.equal(f"{name} again", got[name], again[name])
             error = (got[name] - x).norm() / x.norm()
             assert error < (0.02 if precision == "bf16" else 0.1), f"{name}: relative error {error:.4f}"
 
-    for precision in ("fp8 kv",):
-        yield f"certificate {precision}", partial(certificate, precision)
-    for precision in ("bf16",):
-        yield f"gradients {precision}", partial(learning, precision)
+    yield "certificate fp8 kv", partial(certificate, "fp8 kv", SPEC, Workload(2, 7, 4, 3))
+    yield "certificate of a hybrid, fp8 kv", partial(certificate, "fp8 kv", HYBRID, Workload(2, 5, 4, 2))
+    yield "gradients bf16", partial(learning, "bf16", SPEC)
+    yield "gradients of a hybrid, bf16", partial(learning, "bf16", HYBRID)
 
 
 if __name__ == "__main__":
     assert base.INTERPRET, "run it with TRITON_INTERPRET=1; on a GPU there is tests/gpu/test_portable.py"
     pg.bf16_wgrad = lambda dy, x: dy.float().T @ x.float()  # torch's CPU has no product of BF16 with an FP32 result
+    product = torch.mm
+    torch.mm = lambda a, b, out_dtype=None, **more: (  # nor this one
+        product(a, b, **more) if out_dtype is None else product(a.to(out_dtype), b.to(out_dtype))
+    )
     raise SystemExit(base.main(list(model_cases())))

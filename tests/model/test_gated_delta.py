@@ -334,6 +334,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="does not give the weights of Gated DeltaNet to vLLM yet"):
         layout(SPEC, build_recipe("bf16", 3), "refuse", "cpu")
     monkeypatch.setattr(dispatch, "load_backend", lambda name: object())
-    with pytest.raises(UserError, match='kernels = "hopper_scaled_mm" cannot compute Gated DeltaNet'):
-        dispatch.require_delta.__wrapped__("hopper_scaled_mm")
+    for name in ("hopper", "hopper_scaled_mm"):
+        said = f'kernels = "{name}" cannot compute Gated DeltaNet: set kernels = "triton"'
+        with pytest.raises(UserError, match=said):
+            dispatch.require_delta.__wrapped__(name)
     assert ops.delta_rule.__doc__ and json.dumps(SPEC.delta.layers) == "[0, 2]"  # type: ignore[union-attr]

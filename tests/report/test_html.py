@@ -7,13 +7,13 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import ATTACK, drawn, needs_browser, section
 
 from jetrl.errors import UserError
 from jetrl.report.html import MAX_POINTS, config_differences, script_json, thin, write_report
@@ -300,26 +300,6 @@ def test_mistakes_are_told(make_run, tmp_path: Path) -> None:
         write_report([tmp_path / "empty"], tmp_path / "r.html")
 
 
-def drawn(page: Path, folder: Path) -> str:
-    """The page as a browser has it after its script."""
-    options = (
-        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
-        "--disable-component-update --disable-sync --virtual-time-budget=2000 --window-size=1000,2000 --dump-dom"
-    ).split()
-    command = ["chromium", *options, f"--user-data-dir={folder / 'profile'}", page.as_uri()]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert 'data-drawn="true"' in text  # set by the last line of the script
-    return re.sub(r"<script.*?</script>", "", text, flags=re.S)
-
-
-def section(text: str, name: str) -> str:
-    """One section of the page."""
-    return text.split(f'<section id="{name}"')[1].split("</section>")[0]
-
-
-needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
-
-
 def clicking(page: Path, *nodes: str) -> Path:
     """The page with clicks on these nodes (JavaScript) after its start."""
     head, _, tail = page.read_text(encoding="utf-8").rpartition("start();")
@@ -423,9 +403,6 @@ def test_the_browser_shows_failed_ones_only_with_the_whole_error(tmp_path: Path)
     assert '<b class="bad">time-out: KeyError: \'x\'</b>' in text
     assert f'<p class="failure">{error.replace("<", "&lt;").replace(">", "&gt;")}</p>' in text
     assert re.findall(r"<option[^>]*>(\d)</option></select>", text) == ["1"]  # step 2 has no failed one
-
-
-ATTACK = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
 
 def traced(folder: Path, *rows: dict[str, Any]) -> Path:

@@ -144,7 +144,10 @@ def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     (folder / "more.py").write_text(REWARDS)
     several = [f"{folder}/more.py:{name}" for name in ("right", "short")]
     for algo in PRESETS:
-        more = {"ppo": {"rl.critic_lr": 1e-3}, "distill": {"teacher.path": str(folder / "grpo" / "runs" / "grpo")}}
+        more = {"ppo": {"rl.critic_lr": 1e-3}, "distill": {
+            "teacher.path": str(folder / "grpo" / "runs" / "grpo"), "teacher.top_k": 2, "teacher.given_fraction": 0.25,
+            "rollout.max_response_length": 32,
+        }}
         yield algo, {"rl.algo": algo, "train.steps": 1} | more.get(algo, {})
     yield "corrected", CORRECTED | {"task.reward": several, "task.reward_weights": [1.0, 0.5]}
     yield "unscored", {"task.reward": f"{folder}/more.py:some", "task.reward_calls": "group"}

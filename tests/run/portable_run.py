@@ -19,7 +19,7 @@ def launches(capability: tuple[int, int], precision: str) -> list[Any]:
     launch.OLD_MMA = tl.constexpr(tiles.kind_of(capability) == "mma")
     launch.LAUNCH.clear()
     launch.LAUNCH.update({"PDL": True, "launch_pdl": True} if capability >= (9, 0) else {"PDL": False})
-    from recorded_run import EXPERTS, as_on_a_gpu
+    from recorded_run import EXPERTS, HYBRID, as_on_a_gpu
     from tiny import ARCH, tiny_config
 
     from jetrl.kernels import dispatch
@@ -43,7 +43,8 @@ def launches(capability: tuple[int, int], precision: str) -> list[Any]:
         }
         plain: dict[str, Any] = {} if precision == "bf16" else {"quant.kv_cache": "fp8"}
         experts = {"model.arch": changes["model.arch"] | EXPERTS}
-        for number, more in enumerate(({}, plain, experts) if plain else ({}, experts)):
+        hybrid = {"model.arch": changes["model.arch"] | HYBRID | {"head_dim": 256}}
+        for number, more in enumerate(({}, plain, experts, hybrid) if plain else ({}, experts, hybrid)):
             config = tiny_config(Path(folder) / str(number), changes | more).model_copy(update={"kernels": "triton"})
             spec = prepare.load_spec(config)[1]
             with as_on_a_gpu(), recording(lambda job: found.setdefault(job.key, job), 2048, libraries=False):

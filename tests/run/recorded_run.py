@@ -34,6 +34,10 @@ EXPERTS = {
     "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
+HYBRID = {
+    "model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 def refused(*args: Any, **options: Any) -> None:

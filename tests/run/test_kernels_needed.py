@@ -98,6 +98,10 @@ def test_one_layer_of_each_kind(tmp_path: Path) -> None:
     assert needed.reduced(tiny_config(tmp_path), SHAPES["qwen3-8b"])[1].num_layers == 1
     small = needed.reduced(tiny_config(tmp_path), SHAPES["tiny-moe"])[1]
     assert small.expert_layers and small.num_layers <= 2
+    for of, layers in ((config, 5), (tiny_config(tmp_path), 4)):
+        small = needed.reduced(of, SHAPES["qwen3.5-9b"])[1]
+        assert small.delta is not None
+        assert small.num_layers == layers and small.delta.layers == (0, 1, 2, 4)[: layers - 1]
     small, q = needed.reduced(config, SHAPES["qwen3-8b"])[1], needed.reduced(config, SHAPES["qwen3-8b"])[0].quant
     assert (q.num_first_layers_in_bf16, q.num_last_layers_in_bf16) == (1, 1) and small.vocab_size == 151936
 

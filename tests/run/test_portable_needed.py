@@ -45,7 +45,9 @@ def test_what_a_run_launches_compiles_for_a_card_with_little_shared_memory() -> 
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["makers"] == ["Triton"]
-    wanted = {f"_{name}_kernel" for name in ("attention", "gemm", "grouped", "keys", "queries", "wgrad")}
+    wanted = {f"_{name}_kernel" for name in (
+        "attention", "conv", "fork", "gate", "gemm", "grouped", "keys", "queries", "rule", "wgrad"
+    )}
     assert wanted <= set(found["names"])
     assert {row["name"] for row in found["rows"]} == {"_attention_kernel", "_gemm_kernel"}
     for row in found["rows"]:

@@ -11,7 +11,8 @@ from tiny import tiny_config
 
 from jetrl.errors import UserError
 from jetrl.precision.recipe import recipe_of
-from jetrl.run.prepare import check_sizes
+from jetrl.run import prepare
+from jetrl.run.prepare import check_experts, check_sizes
 from jetrl.spec import SHAPES, ExpertSpec, ModelSpec
 
 SPEC = replace(SHAPES["qwen3-0.6b"], num_layers=3)
@@ -45,3 +46,25 @@ def test_fp8_pads_all_but_layers_in_bf16_and_the_head(tmp_path: Path) -> None:
         check(tmp_path, ODD, **{"precision": "fp8", "quant.num_last_layers_in_bf16": 1})
     with pytest.raises(UserError, match="lm_head in BF16, over rows of 1020 values"):
         check(tmp_path, replace(SPEC, hidden_size=1020), precision="fp8")
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"key_dim": 24}, "linear_key_head_dim = 24: "), ({"conv_width": 6}, "linear_conv_kernel_dim = 6: "),
+    ({"key_dim": 256, "value_dim": 8}, "linear_key_head_dim = 256, linear_value_head_dim = 8: "),
+])
+def test_states_without_a_kernel_are_refused_on_a_gpu(
+    change: dict[str, int], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = SHAPES["tiny-hybrid"]
+    assert hybrid.delta is not None
+    odd = replace(hybrid, delta=replace(hybrid.delta, **change))
+    monkeypatch.setattr(prepare, "require_delta", lambda name: None)
+    config = tiny_config(tmp_path)
+    check_experts(config.model_copy(update={"kernels": "reference"}), odd)
+    check_experts(config.model_copy(update={"kernels": "triton"}), hybrid)
+    with pytest.raises(UserError) as error:
+        check_experts(config.model_copy(update={"kernels": "triton"}), odd)
+    assert str(error.value) == (
+        f"{named}the kernels of a GPU have heads of 16, 32, 64, 128 and convolutions over up to 5 tokens. Set device = "
+        '"cpu", or use another model.'
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -141,13 +141,13 @@ def test_a_token_takes_few_bytes(plain: Path) -> None:
 def test_digests_read_every_byte_of_a_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/REPLAY.md counts for 8 billion parameters: masters, gradients, moments, what is published."""
     read: list[int] = []
-    true = digests.digest_of
+    true = digests.digests
 
-    def counted(value: Tensor, start: int = 0) -> Tensor:
-        read.append(value.numel() * value.element_size())
-        return true(value, start)
+    def counted(values: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+        read.extend(value.nbytes for value in values)
+        return true(values, starts)
 
-    monkeypatch.setattr(digests, "digest_of", counted)
+    monkeypatch.setattr(digests, "digests", counted)
     run_dir = tiny_run(tmp_path, {"train.steps": 1, "eval.eval_interval": 0})
     with rerun.opened(run_dir, 0) as opened:
         model = opened.session.model

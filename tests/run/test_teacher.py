@@ -231,6 +231,11 @@ def test_memory_knows_the_teacher(teacher: Path, tmp_path: Path):
     tables = 4 * (model.cos.numel() + model.sin.numel())
     assert others("bf16", 1) == others("bf16", 4) == held + tables
     assert others("fp8", 1) != others("bf16", 1)
+    one, several = (
+        predict(tiny_config(tmp_path, distilling(teacher, **{"teacher.top_k": k})), found.spec, 1, 80 << 30)
+        for found in [teacher_of(tiny_config(tmp_path, distilling(teacher)))] if found is not None for k in (0, 7)
+    )
+    assert several.passing - one.passing == 10 * 8 * one.tokens * ARCH["hidden_size"]
 
 
 def test_a_record_of_a_step_is_replayed_with_the_teacher(teacher: Path, tmp_path: Path):
@@ -258,3 +263,54 @@ def test_the_shipped_recipe_learns_from_a_run_of_the_quickstart(tmp_path: Path, 
             torch.set_num_threads(before)
     (row,) = read_metrics(tmp_path / "runs" / "distill_quickstart")[1:]
     assert row["policy/teacher_kl"] != 0 and row["parity/logprob_abs_diff_max"] == 0
+
+
+TOP_K = {"teacher.top_k": 4, "train.share_prompts": True, "rl.updates_per_step": 2, "train.steps": 3}
+
+
+def test_the_kl_over_several_tokens_teaches(teacher: Path, tmp_path: Path):
+    """Faster than that of the drawn token, as it has no noise; and the student stays exact."""
+    run_dir = tiny_run(tmp_path, distilling(teacher, **{
+        "sft.steps": 20, "sft.lr": 1e-2, "sft.cache_dir": str(tmp_path / "sft"), "train.steps": 16, "teacher.top_k": 4,
+        "rollout.prompts_per_step": 6,
+    }))
+    rows = read_metrics(run_dir)[1:]
+    for key in ("policy/teacher_kl", "policy/teacher_kl_top_k"):
+        kl = [row[key] for row in rows]
+        assert sum(kl[-4:]) < 0.35 * sum(kl[:4]), (key, kl)
+    assert {row["parity/logprob_abs_diff_max"] for row in rows} == {0.0}
+
+
+def test_the_policy_itself_has_a_kl_of_exactly_0(teacher: Path, tmp_path: Path):
+    model = teacher / "checkpoints" / "step_000001" / "model"
+    run_dir = tiny_run(tmp_path, {
+        "rl.algo": "distill", "teacher.path": str(model), "teacher.precision": "fp8", "model.path": str(model),
+        "model.arch": None, "model.tokenizer": None, "train.steps": 1, "eval.eval_interval": 0, "teacher.top_k": 3,
+    })
+    (row,) = read_metrics(run_dir)[1:]
+    assert row["policy/teacher_kl_top_k"] == 0.0 and row["policy/grad_norm"] < 1e-4
+
+
+def test_a_run_with_several_tokens_resumes_and_is_replayed_to_the_bit(teacher: Path, tmp_path: Path):
+    """Beside rewards, in two updates a step, with shared prompts and truncated answers outside of the loss."""
+    changes = distilling(teacher, **TOP_K) | {"rl.algo": "grpo", "rl.mask_truncated": True, "train.steps": 4,
+                                              "train.max_tokens_per_gpu": 64}
+    whole = tiny_run(tmp_path / "whole", changes)
+    tiny_run(tmp_path / "parts", changes | {"train.steps": 2})
+    parts = tiny_run(tmp_path / "parts", changes | {"checkpoint.resume": "auto"})
+    assert numbers(parts) == numbers(whole)
+    of_whole, of_parts = saved(whole, 4), saved(parts, 4)
+    assert all(torch.equal(value, of_parts[name]) for name, value in of_whole.items())
+    found = replay(whole, 4, "update")
+    assert found.same, found
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"teacher.path": "x", "teacher.top_k": 2, "rollout.top_p": 0.9}, "teacher.top_k: is a KL of whole distributions"),
+    ({"teacher.top_k": 2}, "teacher.top_k: has no effect while teacher.path"),
+], ids=str)
+def test_several_tokens_do_not_go_with_truncated_distributions(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+):
+    with pytest.raises(UserError, match=expected):
+        tiny_config(tmp_path, changes)

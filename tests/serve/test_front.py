@@ -20,6 +20,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs OpenAI's client: the extra dev")
 
 from jetrl import UserError  # noqa: E402
+from jetrl.report.sessions import read_sessions  # noqa: E402
 from jetrl.serve import pipe  # noqa: E402
 from jetrl.serve.address import FrontSettings, listen  # noqa: E402
 from jetrl.serve.front import SILENCE  # noqa: E402
@@ -36,8 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder) as running:
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's sessions are recorded."""
+    return tmp_path_factory.mktemp("sessions")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, record: Path) -> Iterator[Served]:
+    with served(folder, FrontSettings(sessions=record)) as running:
         yield running
 
 
@@ -198,7 +205,7 @@ def served_again(server: Served) -> Any:
     return again()
 
 
-def test_a_session_is_a_tree_of_exact_tokens(server: Served) -> None:
+def test_a_session_is_a_tree_of_exact_tokens(server: Served, record: Path) -> None:
     """A fork and an edit of the history; every row has the learner's log-probs at all tokens of the policy."""
     status, session = call(f"{server.url}/sessions", {"id": "tree"})
     assert status == 201 and session["base_url"] == f"{server.url}/sessions/tree/v1"
@@ -248,6 +255,15 @@ def test_a_session_is_a_tree_of_exact_tokens(server: Served) -> None:
     assert ended.value.status_code == 410 and ended.value.code == "session_closed"
     assert call(f"{server.url}/sessions/tree/traces")[0] == 410 and call(f"{server.url}/sessions/no/traces")[0] == 404
     assert call(f"{server.url}/sessions", {"id": "a/b"})[0] == 400
+
+    (talk,) = [one for one in read_sessions(record).talks if one.id == "tree"]  # of all this, on disk
+    assert talk.reward == 0.5 and talk.ended and [talk.turns[i]["after"] for i in range(5)] == [-1, 0, 0, -1, 1]
+    assert talk.turns[1]["said"] == [["user", "And 3?"]] and talk.turns[4]["said"] == [["user", "6"]]
+    assert [role for role, _ in talk.turns[3]["said"]] == ["user", "assistant", "user"]
+    assert talk.turns[0]["text"] == first.choices[0].message.content and "What is 1 + 2?" in talk.turns[0]["read"]
+    policy = [one for row in traces["rows"] for one in row["segments"] if one["author"] == "policy" and one["trained"]]
+    found = {turn["request"]: turn["logprobs"] for turn in talk.turns.values()}
+    assert found == {one["request_id"]: one["logprobs"] for one in policy}
 
 
 def test_attempts_of_one_request_have_one_answer(server: Served) -> None:
@@ -444,3 +460,35 @@ def wait(holds: Any, seconds: float = 200.0) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_log_probs_of_prompts_are_the_learners_in_vllms_form(server: Served, client: Any) -> None:
+    prompts = [server.about.tokenizer.encode(text) for text in ("1 + 2 = 3", "ab", "one and one is two")]
+    for drawn in (0, 3):
+        status, body = call(f"{server.url}/v1/completions", {
+            "prompt": prompts, "prompt_logprobs": 4, "max_tokens": drawn, "temperature": 0.7,
+        })
+        assert status == 200 and [len(choice["prompt_logprobs"]) for choice in body["choices"]] == [*map(len, prompts)]
+        assert body["usage"]["completion_tokens"] == drawn * len(prompts)
+        for prompt, choice in zip(prompts, body["choices"], strict=True):
+            first, *rows = choice["prompt_logprobs"]
+            found = [row[str(token)]["logprob"] for token, row in zip(prompt[1:], rows, strict=True)]
+            assert first is None and f32(found) == server.policy.logprobs(prompt).numpy().tobytes()
+            for row in rows:
+                best = sorted(row.values(), key=lambda one: -one["logprob"])[:4]
+                assert [one["rank"] for one in best] == [1, 2, 3, 4] and len(row) in (4, 5)
+            assert rows[0][str(prompt[1])]["decoded_token"] == server.about.tokenizer.decode([prompt[1]])
+    whole = client.completions.create(model="tiny", prompt=prompts[0], max_tokens=1, extra_body={"prompt_logprobs": 0})
+    assert [*map(len, whole.choices[0].prompt_logprobs[1:])] == [1] * (len(prompts[0]) - 1)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"prompt_logprobs": -1}, "prompt_logprobs = -1: must be a whole number from 0 to 128"),
+    ({"prompt_logprobs": 0, "n": 2}, "they do not stream, and n must be 1"),
+    ({"prompt_logprobs": 0, "session_id": "a"}, "outside of sessions"),
+    ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1"),
+    ({"prompt_logprobs": 0, "max_tokens": 0, "prompt": [1] * 800}, "The prompt has 800 tokens"),
+], ids=str)
+def test_prompt_log_probs_that_are_refused(server: Served, changes: dict[str, Any], said: str) -> None:
+    status, body = call(f"{server.url}/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1} | changes)
+    assert status == 400 and said in body["error"]["message"], body

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jetrl.errors import UserError
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.update.gradient import Gradient
@@ -25,6 +26,32 @@ class LatentSizes(NamedTuple):
     rope: int
     rank: int
     value: int
+
+
+TILE, LEAST = 64, 16  # of the kernels of a GPU: keys of a tile, the smallest part of a row
+MAX_HEADS, MAX_HEADS_PORTABLE = 64, 32  # the second where a program has 99 KB of shared memory
+
+
+def require_sizes(sizes: LatentSizes, most_heads: int = MAX_HEADS) -> None:
+    """UserError for sizes that the kernels of a GPU do not have."""
+    wrong = [
+        f"{name} = {size}" for name, size in (("kv_lora_rank", sizes.rank), ("qk_rope_head_dim", sizes.rope))
+        if size & (size - 1) or size < LEAST
+    ]
+    if wrong or sizes.heads > most_heads:
+        raise UserError(
+            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and up to "
+            f"{most_heads} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set device = \"cpu\"."
+        )
+
+
+def require_page(page: int) -> None:
+    """UserError for pages that the kernels of a GPU do not read."""
+    if page % TILE:
+        raise UserError(
+            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {TILE} keys. Set it "
+            "to 128."
+        )
 
 
 class Up(NamedTuple):

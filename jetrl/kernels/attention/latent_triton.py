@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.errors import UserError
-from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.attention.latent import MAX_HEADS, TILE, LatentSizes, require_page, require_sizes
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.launch import LAUNCH, begin
@@ -51,7 +50,7 @@ class Steps(NamedTuple):
     heads: int
 
 
-HOPPER = Steps(64, 64, 1, 64)
+HOPPER = Steps(TILE, 64, 1, MAX_HEADS)
 Operand = Tensor  # kv_b [N * (P + V), L], as it is published: captured steps read its memory
 
 
@@ -186,15 +185,7 @@ def _merge_kernel(
 
 def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None, steps: Steps = HOPPER) -> Operand:
     """The published matrix itself. UserError for sizes that the kernels do not have."""
-    wrong = [
-        f"{name} = {size}" for name, size in (("kv_lora_rank", sizes.rank), ("qk_rope_head_dim", sizes.rope))
-        if size & (size - 1) or size < 16
-    ]
-    if wrong or sizes.heads > steps.heads:
-        raise UserError(
-            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and up to "
-            f"{steps.heads} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set device = \"cpu\"."
-        )
+    require_sizes(sizes, steps.heads)
     assert w.is_contiguous() and w.shape == (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
     return w
 
@@ -255,11 +246,7 @@ def latent_attend_cached(
     """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
     over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows."""
     page, width = pages.shape[1], row.shape[1]
-    if page % steps.tile:
-        raise UserError(
-            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {steps.tile} keys. "
-            "Set it to 128."
-        )
+    require_page(page)
     assert pages.is_contiguous() and row.stride(1) == 1
     if len(row):
         _write_kernel[(len(row),)](

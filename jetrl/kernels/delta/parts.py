@@ -14,6 +14,9 @@ from jetrl.types import StateRows
 CHUNK, BLOCK = 64, 16  # the state moves once in a chunk, at absolute positions; blocks of rows within it
 
 
+KERNEL_SIZES, KERNEL_WIDTH = (16, 32, 64, 128), 5  # heads and the widest convolution that a GPU's kernels have
+
+
 class HeadSizes(NamedTuple):
     """`key_heads` of `key_dim` (queries and keys) and `value_heads` of `value_dim`; a key head serves consecutive value
     heads."""

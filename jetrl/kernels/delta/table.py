@@ -5,9 +5,9 @@ from __future__ import annotations
 from jetrl.kernels.registry import Op
 
 OPS = (
-    Op("conv_heads", reference="delta.reference", hopper=None),
-    Op("delta_gates", reference="delta.reference", hopper=None),
-    Op("delta_rule", reference="delta.reference", hopper=None),
-    Op("gated_norm", reference="delta.reference", hopper=None),
-    Op("output_gate", reference="delta.reference", hopper=None),
+    Op("conv_heads", reference="delta.reference", hopper=None, triton="delta.triton"),
+    Op("delta_gates", reference="delta.reference", hopper=None, triton="delta.triton"),
+    Op("delta_rule", reference="delta.reference", hopper=None, triton="delta.triton"),
+    Op("gated_norm", reference="delta.reference", hopper=None, triton="delta.triton"),
+    Op("output_gate", reference="delta.reference", hopper=None, triton="delta.triton"),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels.dispatch import experts_backend_of
+from jetrl.kernels.dispatch import backend_of, experts_backend_of
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.experts.reference import Choice
 from jetrl.kernels.qtensor import QTensor
@@ -26,13 +26,13 @@ class _Router(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, master: Tensor, gradient: Gradient, weight: Tensor, operand: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gradient = gradient
-        return experts_backend_of(x).bf16_gemm(x, operand, torch.float32)
+        return backend_of(x).bf16_gemm(x, operand, torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        dx, dw = experts_backend_of(x).router_backward(d_logits.contiguous(), x, weight)
+        dx, dw = backend_of(x).router_backward(d_logits.contiguous(), x, weight)
         given = ctx.gradient.add(lambda kept: kept.add_(dw), lambda: dw) if ctx.needs_input_grad[1] else None
         return dx, given, None, None, None
 
@@ -43,7 +43,7 @@ def router_logits(x: Tensor, gradient: Gradient, weight: Tensor, operand: Any) -
     The gradient of the logits stays FP32; the weight's goes to `gradient`.
     """
     if not torch.is_grad_enabled():
-        return experts_backend_of(x).bf16_gemm(x, operand, torch.float32)
+        return backend_of(x).bf16_gemm(x, operand, torch.float32)
     return _Router.apply(x, gradient.param, gradient, weight, operand)
 
 
@@ -150,6 +150,26 @@ def combine(y: Tensor, weights: Tensor, groups: Groups, shared: Tensor | None = 
     """Each token's rows of `y` [R, D], weighted [T, k] and added in FP32 by rank, then that of `shared` [T, D], rounded
     once -> [T, D]."""
     return _Combine.apply(y, weights, groups, shared)
+
+
+class _GateRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(x, logits)
+        return experts_backend_of(x).gate_rows(x, logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, logits = ctx.saved_tensors
+        dy, sig = dy.to(torch.float32), logits.sigmoid()
+        d_sig = (dy * x.to(torch.float32)).sum(-1, keepdim=True)
+        return (dy * sig).to(x.dtype), d_sig * (sig * (1.0 - sig))
+
+
+def gate_rows(x: Tensor, logits: Tensor) -> Tensor:
+    """`x * sigmoid(logit)`, rounded once, of the rows of `x` [T, D]; `logits` [T, 1] FP32."""
+    return _GateRows.apply(x, logits)
 
 
 class _SwiGLU(torch.autograd.Function):

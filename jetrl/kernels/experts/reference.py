@@ -166,6 +166,12 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: Groups) -> 
     return d_rows, d_weights
 
 
+def gate_rows(x: Tensor, logits: Tensor) -> Tensor:
+    """`rounded(x * sigmoid(logit))` of each row of `x` [T, D], `logits` [T, 1] FP32: `reference.sigmoid`, one FP32
+    product."""
+    return (x.to(torch.float32) * ref.sigmoid(logits)).to(x.dtype)
+
+
 def swiglu_quantize_rows(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
     """`quantize_1x128(swiglu(gate_up))` of `gate_up` [R, 2F], in the rows that are tokens'."""
     return ref.quantize_1x128(ref.swiglu(gate_up), pow2)

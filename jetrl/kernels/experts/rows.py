@@ -21,7 +21,7 @@ from torch import Tensor
 from jetrl.kernels.experts.route import PaddedGroups
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.kernels.pointwise.swiglu import swiglu_gradient
-from jetrl.kernels.pointwise.triton import sigmoid32
+from jetrl.kernels.pointwise.triton import exp32, sigmoid32
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.triton import (
     _FLOOR_BITS,
@@ -160,6 +160,16 @@ def _swiglu_kernel(
 
 
 @triton.jit
+def _gate_rows_kernel(x, logits, out, D, x_stride, B: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    z = tl.zeros((B,), tl.float32) + tl.load(logits + row)
+    sigmoid = tl.div_rn(tl.full([B], 1.0, tl.float32), exp32(z * -1.0) + 1.0)
+    v = tl.load(x + row * x_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+    tl.store(out + row * D + cols, (v * sigmoid).to(tl.bfloat16), mask=cols < D)
+
+
+@triton.jit
 def _transpose_kernel(x, out, size, cols, x_stride, out_stride, x_matrix, out_matrix, first, out_first):
     """One section of bytes [size, cols] of each of many matrices -> [cols, out_first + whole blocks of rows]."""
     matrix = tl.program_id(2).to(tl.int64)
@@ -238,6 +248,18 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroup
             K=k, KB=triton.next_power_of_2(k), B=block, num_warps=4 if block <= 4096 else 8, enable_fp_fusion=False,
         )
     return d_rows, d_weights
+
+
+def gate_rows(x: Tensor, logits: Tensor) -> Tensor:
+    """`reference.gate_rows`, bit-equal."""
+    (tokens, d), block = x.shape, 1024
+    assert x.stride(1) == 1 and logits.is_contiguous() and logits.dtype == torch.float32
+    out = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
+    if tokens:
+        _gate_rows_kernel[(tokens, triton.cdiv(d, block))](
+            x, logits, out, d, x.stride(0), B=block, num_warps=4, enable_fp_fusion=False, **LAUNCH
+        )
+    return out
 
 
 def swiglu_quantize_rows(gate_up: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:

@@ -24,6 +24,7 @@ OPS = (
     _op("combine", reference="experts.reference", hopper="experts.rows"),
     _op("combine_backward", reference="experts.reference", hopper="experts.rows"),
     _op("combine_backward_quantize", reference="experts.reference", hopper="experts.quantize"),
+    _op("gate_rows", reference="experts.reference", hopper="experts.rows"),
     _op("swiglu_quantize_rows", reference="experts.reference", hopper="experts.rows"),
     _op("swiglu_rows", reference="experts.reference", hopper="experts.rows"),
     _op("swiglu_rows_backward", reference="experts.reference", hopper="experts.rows"),

@@ -1,4 +1,4 @@
-"""The ops of sums of gradients, their norm, and the optimizer: which module computes each, by backend."""
+"""The ops of sums of gradients, their norm, the optimizer, and digests: which module computes each, by backend."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ OPS = (
     Op("adamw_step_", reference="reference", hopper="update.triton"),
     Op("row_squares", reference="update.reference", hopper="update.triton"),
     Op("add_in_order", reference="update.reference", hopper="update.triton"),
+    Op("digests", reference="update.reference", hopper="update.triton"),
     Op("sum_of_two", reference="update.reference", hopper="update.triton"),
 )

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from jetrl.precision.builder import BlockBackward, BlockForward
 
 
-class DeepSeekMoE(MoE):
-    kind = "deepseek_moe"
+class SharedMoE(MoE):
+    """Experts beside a shared one through which every token runs; a base of blocks that say how the others are chosen.
+    """
+
     roundings = {
         **MoE.roundings,
         "combine": "fp32 products, added in fp32 by rank, then the shared row, rounded once to bf16",
@@ -43,8 +45,43 @@ class DeepSeekMoE(MoE):
         inputs = {"y": flow.linear("down", product), "weights": flow.full("route")}
         if flow.spec.experts.shared_size:
             product = flow.op("shared_swiglu", "swiglu", {"gate_up": flow.linear("shared_gate_up", x)})
-            inputs["shared"] = flow.linear("shared_down", product)
+            inputs["shared"] = self.shared(flow, x, flow.linear("shared_down", product))
         return flow.op("combine", "combine", inputs)
+
+    def shared(self, flow: BlockForward, x: str, row: str) -> str:
+        """What is added of the shared experts' `row`."""
+        return row
+
+    def shared_backward(self, flow: BlockBackward, dy: str, dx: str) -> tuple[str, str]:
+        """The gradient of the shared experts' row, and that of the stream with what `shared` adds to it."""
+        return dy, dx
+
+    def routed(self, flow: BlockForward, x: str) -> str:
+        """The nodes of router and choice."""
+        e = flow.spec.experts
+        assert e is not None
+        inputs = {"logits": flow.router("router", x, e.count)}
+        return flow.op("route", "route", inputs, FP32, experts_per_token=e.per_token, normalized=int(e.normalized))
+
+    def backward(self, flow: BlockBackward, dy: str) -> str:
+        dx = super().backward(flow, dy)
+        if not _shared_width(flow.spec):
+            return dx
+        dy, dx = self.shared_backward(flow, dy, dx)
+        d = flow.linear("shared_down", dy, "shared_swiglu")
+        inputs = {"dy": d, "gate_up": flow.saved("shared_gate_up")}
+        d = flow.linear("shared_gate_up", flow.op("shared_swiglu.dgrad", "swiglu_backward", inputs), "mlp_norm")
+        return flow.op("shared.grad", "add", {"x": dx, "y": d})
+
+    def saved_bytes(self, of: TrainingPass) -> float:
+        """With the inputs of the shared linears, gate and up, and their output."""
+        f, d = _shared_width(of.spec), of.spec.hidden_size
+        shared = of.kept_input("shared_gate_up", d) + of.kept_input("shared_down", f) + 4 * f + 2 * d if f else 0
+        return super().saved_bytes(of) + shared
+
+
+class DeepSeekMoE(SharedMoE):
+    kind = "deepseek_moe"
 
     def routed(self, flow: BlockForward, x: str) -> str:
         """The nodes of router and choice."""
@@ -57,21 +94,6 @@ class DeepSeekMoE(MoE):
             "route", "route", inputs, FP32, experts_per_token=e.per_token, normalized=int(e.normalized),
             scaling=more.scaling, groups=more.groups, kept_groups=more.kept_groups,
         )
-
-    def backward(self, flow: BlockBackward, dy: str) -> str:
-        dx = super().backward(flow, dy)
-        if not _shared_width(flow.spec):
-            return dx
-        d = flow.linear("shared_down", dy, "shared_swiglu")
-        inputs = {"dy": d, "gate_up": flow.saved("shared_gate_up")}
-        d = flow.linear("shared_gate_up", flow.op("shared_swiglu.dgrad", "swiglu_backward", inputs), "mlp_norm")
-        return flow.op("shared.grad", "add", {"x": dx, "y": d})
-
-    def saved_bytes(self, of: TrainingPass) -> float:
-        """With the inputs of the shared linears, gate and up, and their output."""
-        f, d = _shared_width(of.spec), of.spec.hidden_size
-        shared = of.kept_input("shared_gate_up", d) + of.kept_input("shared_down", f) + 4 * f + 2 * d if f else 0
-        return super().saved_bytes(of) + shared
 
 
 class SigmoidMoE(DeepSeekMoE):

@@ -14,6 +14,7 @@ from jetrl.precision.blocks.block import Block, Linear
 from jetrl.precision.blocks.deepseek_moe import DeepSeekMoE, SigmoidMoE, deepseek_of
 from jetrl.precision.blocks.gated_attention import GatedAttention
 from jetrl.precision.blocks.gated_delta import GatedDelta
+from jetrl.precision.blocks.gated_moe import GatedMoE
 from jetrl.precision.blocks.latent import LatentAttention
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
@@ -25,7 +26,7 @@ from jetrl.spec import ModelSpec
 Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
 
 ATTENTION, DENSE_MLP, EXPERTS = Attention(), MLP(), MoE()
-GATED_ATTENTION, GATED_DELTA = GatedAttention(), GatedDelta()
+GATED_ATTENTION, GATED_DELTA, GATED_EXPERTS = GatedAttention(), GatedDelta(), GatedMoE()
 LATENT, SOFTMAX_EXPERTS, SIGMOID_EXPERTS = LatentAttention(), DeepSeekMoE(), SigmoidMoE()
 
 
@@ -40,9 +41,10 @@ def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
 
 
 def hybrid(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
-    """Gated DeltaNet or gated attention, as the spec says for this layer, and an MLP."""
+    """Gated DeltaNet or gated attention, as the spec says for this layer, and an MLP, or experts where it has any."""
     assert spec.delta is not None, f"a hybrid family, and no DeltaSpec in the spec of {spec.family}"
-    return (GATED_DELTA if layer in spec.delta.layers else GATED_ATTENTION, DENSE_MLP)
+    first = GATED_DELTA if layer in spec.delta.layers else GATED_ATTENTION
+    return (first, DENSE_MLP if spec.experts is None else GATED_EXPERTS)
 
 
 def deepseek(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
@@ -54,7 +56,7 @@ def deepseek(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
 
 LAYOUTS: dict[str, Layout] = {
     "llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture, "deepseek_v2": deepseek,
-    "deepseek_v3": deepseek, "glm4_moe_lite": deepseek, "qwen3_5_text": hybrid,
+    "deepseek_v3": deepseek, "glm4_moe_lite": deepseek, "qwen3_5_text": hybrid, "qwen3_5_moe_text": hybrid,
 }
 
 

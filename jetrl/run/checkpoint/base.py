@@ -16,13 +16,13 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.adapter import Adapters
 from jetrl.huggingface.write import sync
 from jetrl.model.adapter import publish_base
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.run.checkpoint import store
-from jetrl.run.prepare import adapters_in
 
 FOLDER = "base"
 
@@ -37,13 +37,14 @@ def stays(config: Config) -> bool:
     return config.lora.rank is not None and not made_here(config)
 
 
-def named(config: Config, checkpoints: Path) -> tuple[str, str | None]:
-    """What the base is called in a folder of adapters: a folder or a name on the hub, and its revision."""
+def named(config: Config, checkpoints: Path, found: Adapters | None = None) -> tuple[str, str | None]:
+    """What the base is called in a folder of adapters: a folder or a name on the hub, and its revision. `found`: the
+    adapters that the run goes on from."""
     if made_here(config):
         return str(checkpoints.absolute() / FOLDER), None
-    found = adapters_in(config)
     if found is not None:
-        return found.base, found.revision
+        local = found.local_base()
+        return (found.base, found.revision) if local is None else (str(local.absolute()), None)
     assert config.model.path is not None
     return config.model.path, config.model.revision
 

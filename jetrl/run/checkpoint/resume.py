@@ -14,6 +14,7 @@ from jetrl.config.keys import Key, changes_no_bit, keys, marked, may_change
 from jetrl.config.load import by_full_key
 from jetrl.config.markers import MayChange, Since
 from jetrl.config.paths import holding, path_values
+from jetrl.config.teacher import is_url
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
@@ -113,9 +114,18 @@ def _differences(
         old, new = (values.get(key, defaults.get(key)) for values in (there, here))
         old = moved.current(old)  # an earlier version wrote the names that it had
         same_file = key in paths_here and paths_here[key] == paths_there.get(key)
-        same = old == new or (key in ARGUMENTS and same_objects(old, new))
+        same = old == new or (key in ARGUMENTS and same_objects(old, new)) or _moved_servers(key, old, new)
         if not same and not same_file and (key in here or key in there):
             yield f"{key} = {toml_literal(old)} there, {toml_literal(new)} here"
+
+
+def _moved_servers(key: str, old: Any, new: Any) -> bool:
+    """Whether teachers differ in where servers listen alone: what they have is compared with the data."""
+    if key not in (TEACHER, "teacher.paths"):
+        return False
+    before, now = ([value] if isinstance(value, str | None) else list(value) for value in (old, new))
+    return len(before) == len(now) and all(
+        a == b or (is_url(a) and is_url(b)) for a, b in zip(before, now, strict=True))
 
 
 def _defaults() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from jetrl.config import Config
+from jetrl.config.teacher import is_url
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.cache import padded_batch
 from jetrl.engine.settings import EngineSettings
@@ -34,9 +35,11 @@ from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.rl.losses import Stats
 from jetrl.run import setup
 from jetrl.run.own_parts import built_in
+from jetrl.run.replay.keeping import codes_of
 from jetrl.spec import ModelSpec
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.calibration import shadow_of
+from jetrl.train.digests import Digests
 from jetrl.train.likelihood import fit, mean_loss
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
@@ -118,8 +121,14 @@ def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:
         if False in kinds:
             layers = max(layers, kinds.index(False) + 1)
         experts = replace(experts, dense_layers=tuple(i for i in experts.dense_layers if i < layers))
+    delta = spec.delta
+    if delta is not None:  # in the run's precision a layer of each kind, whichever are in BF16
+        inner = range(first, spec.num_layers - last)
+        of_kind = [[i for i in inner if (i in delta.layers) is linear] for linear in (True, False)]
+        layers = max(layers, *(found[0] + 1 + last for found in of_kind if found))
+        delta = replace(delta, layers=tuple(i for i in delta.layers if i < layers))
     quant = q.model_copy(update={"num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last})
-    return config.model_copy(update={"quant": quant}), replace(spec, num_layers=layers, experts=experts)
+    return config.model_copy(update={"quant": quant}), replace(spec, num_layers=layers, experts=experts, delta=delta)
 
 
 def row_counts(most: int) -> list[int]:
@@ -242,9 +251,10 @@ def train(learner: Learner, config: Config) -> None:
         return
     reference = learner.model if config.rl.kl_coef else None
     # stands in for all teachers: their own shapes compile at first use
-    teacher = Teachers({REST: learner.model}) if config.teacher.path else None
+    here = config.teacher.path and any(not is_url(path) for path in (config.teacher.path, *config.teacher.paths))
+    teacher = Teachers({REST: learner.model}) if here else None
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True, teacher=teacher)
-    update(learner, batches, config, config.rl.critic_warmup_steps + 1)
+    update(learner, batches, config, config.rl.critic_warmup_steps + 1, seen=(seen := Digests()))
     if config.rl.updates_per_step > 1:  # the policy's noise, and sets that truncated distributions keep
         logprob_pass(learner.model, batch, config.rollout.temperature, truncation_of(config))
     if config.rl.clip == "calibrated":
@@ -252,6 +262,7 @@ def train(learner: Learner, config: Config) -> None:
     if config.sft.steps:
         warm_start(learner.model, batch, config)
     learner.model.publish()
+    seen.add_parts("published", codes_of(learner.model))
 
 
 def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:

@@ -22,6 +22,7 @@ from jetrl.config import Config
 from jetrl.engine.rows import rows_for
 from jetrl.engine.state_pool import MEMORY_SHARE, dequantized_bytes, page_bytes, row_bytes
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS
+from jetrl.kernels.logprob.several import ELEMENTS
 from jetrl.model.names import adapter_table, tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
@@ -42,19 +43,21 @@ WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
 MARGIN = 0.05  # of a predicted update, which must be free too where a cache is to stay: a cache is not worth a crash
+_ROUTER = ".router.weight"
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix [sum(sections), width]; `fp8`: whether training and rollout read it as FP8 codes; `weight_only`: codes
-    are published, and next to them their values, which BF16 GEMMs read."""
+    are published, and next to them their values, which BF16 GEMMs read. `frozen`: nothing else is kept of it."""
 
     name: str
     sections: tuple[int, ...]
     width: int
     fp8: tuple[bool, bool] = (False, False)
     weight_only: bool = False
+    frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -72,7 +75,7 @@ class Sizes:
     @property
     def trained(self) -> tuple[Matrix, ...]:
         """The matrices that are trained."""
-        return self.adapters or self.matrices
+        return self.adapters or tuple(m for m in self.matrices if not m.frozen)
 
     @property
     def total(self) -> int:
@@ -142,7 +145,7 @@ class Memory:
 def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memory:
     """The memory of the rank that holds most, on a GPU of `capacity` bytes; `config` as resolved for a GPU."""
     train, recipe = config.train, recipe_of(config, spec)
-    sizes = sizes_of(spec, recipe)
+    sizes = sizes_of(spec, recipe, train.freeze_router)
     master, grad = _BYTES[train.master_dtype], _BYTES[train.grad_dtype]
     owned = sizes.owned(ranks)
     moments = sum(_moments(n, config) for n in owned)
@@ -158,7 +161,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     memory = Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
         activations=activations(config, spec, recipe, tokens),
-        passing=passing(config, spec, recipe, tokens),
+        passing=passing(config, spec, recipe, tokens) + _several(config, spec, tokens),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         keep=0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
@@ -177,7 +180,7 @@ def keeps_transposed(config: Config) -> bool:
 
 
 @lru_cache(maxsize=8)
-def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
+def sizes_of(spec: ModelSpec, recipe: Recipe, freeze_router: bool = False) -> Sizes:
     """Every parameter, in the order of the model."""
     linears = {
         f"layers.{layer}.{block}.{role}.weight": (linear, layer, role)
@@ -193,7 +196,9 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
             by_codes = recipe.weight_only(layer) is not None
             matrices.append(Matrix(name, linear.sections, linear.in_size, fp8, by_codes))
         else:
-            matrices.append(Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].flat[1]))
+            frozen = freeze_router and name.endswith(_ROUTER)
+            rows = (sum(piece.shape[0] for piece in pieces),)
+            matrices.append(Matrix(name, rows, pieces[0].flat[1], frozen=frozen))
     adapters = [
         Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].shape[1])
         for name, pieces in adapter_table(spec, recipe.lora).items()
@@ -208,7 +213,7 @@ def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bo
     alias = master_dtype == "bfloat16" and not sizes.adapters
     total = of_adapters + (0 if alias else 2 * sum(sizes.vectors))
     for m in sizes.matrices:
-        if not all(m.fp8) and not (ranks == 1 and alias and not m.weight_only):
+        if not all(m.fp8) and not (ranks == 1 and alias and not m.weight_only and not m.frozen):
             total += 2 * m.size
         if any(m.fp8) or m.weight_only:
             total += _codes(m) * (2 if m.fp8[0] and transposed else 1)
@@ -260,7 +265,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
     """A reference policy, a teacher, a critic of its own and the BF16 copy of a calibration: bytes on the GPU and on
     the host."""
     train, device, host = config.train, 0, 0
-    sizes = sizes_of(spec, recipe)
+    sizes = sizes_of(spec, recipe, train.freeze_router)
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
     if config.rl.kl_coef > 0 and not sizes.adapters:  # else it is their base
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
@@ -283,7 +288,8 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
 def _critic(spec: ModelSpec, sizes: Sizes) -> Sizes:
     """The parameters of a critic of its own, from the policy's."""
     head = Matrix("head.weight", (1,), spec.hidden_size)
-    return Sizes((*(m for m in sizes.matrices if m.name != "lm_head.weight"), head), sizes.vectors)
+    body = (replace(m, frozen=False) for m in sizes.matrices if m.name != "lm_head.weight")  # a critic trains routers
+    return Sizes((*body, head), sizes.vectors)
 
 
 def copies(config: Config) -> bool:
@@ -303,7 +309,7 @@ def host_moments(config: Config, spec: ModelSpec, ranks: int) -> int:
 
 def _trained(config: Config, spec: ModelSpec, ranks: int) -> list[int]:
     """Elements of each parameter of the policy, and of a critic of its own, that rank 0 owns."""
-    sizes = sizes_of(spec, recipe_of(config, spec))
+    sizes = sizes_of(spec, recipe_of(config, spec), config.train.freeze_router)
     own_critic = config.rl.adv_estimator == "gae" and config.rl.critic != "shared"
     return sizes.owned(ranks) + (_critic(spec, sizes).owned(ranks) if own_critic else [])
 
@@ -372,8 +378,16 @@ def _judging(config: Config, tokens: int) -> int:
     for teacher in teachers_of(config).values():  # one after the other
         v = teacher.spec.vocab_size
         logits = 4 * v * min(tokens, max(128, FORWARD_ELEMENTS // v // 128 * 128))
-        most = max(most, _forward_passing(teacher.spec, teacher.recipe, tokens), logits)
+        of_tokens = _several(config, teacher.spec, tokens)
+        most = max(most, _forward_passing(teacher.spec, teacher.recipe, tokens), logits, of_tokens)
     return most
+
+
+def _several(config: Config, spec: ModelSpec, tokens: int) -> int:
+    """What the KL over several tokens of the teacher makes and frees: a chunk of rows of the head in BF16 and in FP32,
+    and their products."""
+    top = config.teacher.top_k
+    return (2 + 4 + 4) * min(ELEMENTS, tokens * (top + 1) * spec.hidden_size) if top else 0
 
 
 def _forward_passing(spec: ModelSpec, recipe: Recipe, tokens: int) -> int:

@@ -14,6 +14,7 @@ from jetrl import __version__
 from jetrl.config import Config
 from jetrl.errors import Notice
 from jetrl.model.shards import Part
+from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published
 from jetrl.run.checkpoint.state import parts_of_run
 from jetrl.run.gather import Gathered
@@ -35,12 +36,17 @@ def add_weights(seen: Digests, session: Session) -> None:
     parts = _parts(session)
     for kind, moments in (("masters", False), ("moments", True)):
         seen.add_parts(kind, {k: v for k, v in parts.items() if _is_moment(k) is moments}, session.world)
+    seen.add_parts("published", codes_of(session.model), session.world)
+
+
+def codes_of(model: Transformer) -> dict[str, Part]:
+    """What is published of a model, by name: numbers or codes, and their scales."""
     codes = {}
-    for name, tensor in published(session.model).items():
+    for name, tensor in published(model).items():
         codes[name] = Part(tensor.values, tuple(tensor.values.shape), 0)
         if tensor.scales is not None:
             codes[f"{name} (scales)"] = Part(tensor.scales, tuple(tensor.scales.shape), 0)
-    seen.add_parts("published", codes, session.world)
+    return codes
 
 
 def _parts(session: Session) -> dict[str, Part]:

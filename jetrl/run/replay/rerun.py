@@ -55,12 +55,19 @@ class _Quiet:
 
 
 def config_of(run_dir: Path) -> Config:
-    """The config of a run folder, resolved for this machine. UserError where it is no run."""
+    """The config of a run folder, resolved for this machine. UserError where it is no run, or one that samples nothing.
+    """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
     if not (run_dir / CONFIG_FILE).is_file():
         raise UserError(f"{run_dir} has no {CONFIG_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     config = load_config(inside(run_dir, CONFIG_FILE), (), quiet)
+    if config.supervised:
+        raise UserError(
+            f'{run_dir} learned given answers (method = "sft"): nothing was sampled, so there is nothing to replay or '
+            "bisect, and no step was kept. To make its steps again, copy the folder, remove the checkpoints after the "
+            "one to begin with, and continue the copy with --resume: metrics.jsonl and checkpoints get the same bits."
+        )
     # the data may be gone: what is replayed stands in the records
     kept = config.checkpoint.model_copy(update={"allow_changed_data": True, "resume": "never", "background": "auto"})
     place = {"output_dir": str(run_dir.absolute().parent), "checkpoint": kept}
@@ -210,17 +217,32 @@ class Rerun:
                 "after the next checkpoint."
             )
         done = gather(self.session, _Quiet(), step)
-        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN, recorded=False)
+        learn(self.session, done.learnt, step, done.next_prompt, UNSEEN, recorded=False, beside=done.given)
         self.session.progress.under_way = done.under_way
 
 
 def learn(
-    session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True
+    session: Session, groups: Sequence[Group], step: int, next_prompt: int, seen: Digests, recorded: bool = True,
+    beside: Sequence[Group] = (),
 ) -> list[Group]:
     """What `loop.train_step` does between a rollout and the next: the same updates, to the bit, and no more. Returns
-    the groups with their advantages. `recorded`: they have them, and a function of the user's is not asked again."""
-    progress, given = session.progress, recorded and is_own(session.config.rl.adv_estimator)
-    learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), given)
+    the groups with their advantages. `recorded`: they have them, and neither a function of the user's nor a server
+    is asked again."""
+    progress, config = session.progress, session.config
+    given = recorded and (is_own(config.rl.adv_estimator) or bool(config.teacher.servers))
+    if recorded and config.num_given:
+        raise UserError(
+            f"Step {step}: its update cannot be made again: with teacher.given_fraction = "
+            f"{config.teacher.given_fraction:g} a step has given answers, which its record does not. Replay logprobs "
+            "or rollout of the step after a checkpoint."
+        )
+    if given and config.teacher.top_k:
+        raise UserError(
+            f"Step {step}: its update cannot be made again: teacher.top_k = {config.teacher.top_k}, and what "
+            f"{config.teacher.servers[0]} said of other tokens than the drawn ones was not kept. Replay logprobs or "
+            "rollout of the step after a checkpoint."
+        )
+    learnt, batches, _ = loop.estimated(session, groups, loop.packed(session, groups), beside, given)
     clip, _ = loop.updated(session, batches, step, seen)
     weights = publish(session.model, progress.weight_version + 1, session.flow_digest)
     progress.after(step, weights.version, next_prompt, clip.bounds, progress.under_way)

@@ -7,7 +7,7 @@ it, forward and backward, those of the optimizer and of the sampler too; nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from jetrl.kernels.dispatch import backend_of, served_by
+from jetrl.kernels.update.digest import digest_of
 from jetrl.model.transformer import Transformer
-from jetrl.train.digests import Digests, digest_of
+from jetrl.train.digests import Digests, Named
 
 
 class Trace(Digests):
@@ -32,15 +33,14 @@ class Trace(Digests):
         self._rows: list[tuple[str, Tensor]] = []
         self._times: Counter[str] = Counter()
 
-    def add(self, name: str, value: Tensor | None, start: int = 0) -> None:
-        if value is None:
-            return
-        whole = "/".join((*self._within, name))
-        self._times[whole] += 1
-        whole += f" #{self._times[whole]}" if self._times[whole] > 1 else ""
-        self._rows.append((whole, digest_of(value, start)))
-        if whole == self.wanted:
-            self.kept = value.detach().cpu().clone()
+    def add_all(self, named: Sequence[Named]) -> None:
+        for one in named:
+            whole = "/".join((*self._within, one.name))
+            self._times[whole] += 1
+            whole += f" #{self._times[whole]}" if self._times[whole] > 1 else ""
+            self._rows.append((whole, digest_of(one.value, one.start)))
+            if whole == self.wanted:
+                self.kept = one.value.detach().cpu().clone()
 
     def rows(self) -> list[tuple[str, int]]:
         """All of them as numbers."""

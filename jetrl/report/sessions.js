@@ -1,0 +1,3 @@
+// ---- the page of a server's sessions --------------------------------------------------------------------------------
+traces();
+document.documentElement.dataset.drawn = "true";

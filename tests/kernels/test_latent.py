@@ -135,8 +135,8 @@ def test_a_backend_without_a_certificate_is_refused() -> None:
     with pytest.raises(UserError, match='kernels = "hopper_scaled_mm" cannot compute latent attention'):
         dispatch.require_latent("hopper_scaled_mm")
     with pytest.raises(UserError, match="up to 32 heads; this model has 64 heads"):
-        latent.require_sizes(LatentSizes(64, 128, 64, 512, 128), latent.MAX_HEADS_PORTABLE)
-    latent.require_sizes(LatentSizes(64, 128, 64, 512, 128))
+        latent.require_sizes(LatentSizes(64, 128, 64, 512, 128), latent.STEPS["triton"])
+    latent.require_sizes(LatentSizes(64, 128, 64, 512, 128), latent.STEPS["hopper"])
     for name in ("hopper", "triton"):
         assert all(op.module(name) is not None for op in tables()["attention"] if "latent" in op.name)
     assert dispatch.require_latent("reference").latent_attend is latent_reference.latent_attend

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from jetrl.kernels.attention import latent_triton, portable
-from jetrl.kernels.attention.latent import MAX_HEADS_PORTABLE, LatentSizes
-from jetrl.kernels.attention.latent_triton import Operand, Steps, expanded_backward
+from jetrl.kernels.attention.latent import STEPS as STEPS_OF
+from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.attention.latent_triton import Operand, expanded_backward
 from jetrl.types import PagedPlan, VarlenPlan
 
-STEPS = Steps(32, 16, 2, MAX_HEADS_PORTABLE)
+STEPS = STEPS_OF["triton"]
 
 
 def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None) -> Operand:

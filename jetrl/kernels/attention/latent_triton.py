@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.attention.latent import MAX_HEADS, TILE, LatentSizes, require_page, require_sizes
+from jetrl.kernels.attention.latent import STEPS, LatentSizes, Steps, require_page, require_sizes
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.launch import LAUNCH, begin
@@ -40,17 +40,7 @@ _PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
 _LOG2E = math.log2(math.e)
 
 
-class Steps(NamedTuple):
-    """Of a backend: keys of a tile, the least rows of a program where sequences have several tokens, steps on their way
-    with few rows, and the most heads."""
-
-    tile: int
-    rows: int
-    stages: int
-    heads: int
-
-
-HOPPER = Steps(TILE, 64, 1, MAX_HEADS)
+HOPPER = STEPS["hopper"]
 Operand = Tensor  # kv_b [N * (P + V), L], as it is published: captured steps read its memory
 
 
@@ -185,7 +175,7 @@ def _merge_kernel(
 
 def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None, steps: Steps = HOPPER) -> Operand:
     """The published matrix itself. UserError for sizes that the kernels do not have."""
-    require_sizes(sizes, steps.heads)
+    require_sizes(sizes, steps)
     assert w.is_contiguous() and w.shape == (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
     return w
 
@@ -246,7 +236,7 @@ def latent_attend_cached(
     """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
     over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows."""
     page, width = pages.shape[1], row.shape[1]
-    require_page(page)
+    require_page(page, steps)
     assert pages.is_contiguous() and row.stride(1) == 1
     if len(row):
         _write_kernel[(len(row),)](

@@ -138,6 +138,7 @@ MIXTURE = {"model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4, "m
 @pytest.mark.parametrize(("changes", "told"), [
     ({"lora.rank": 0}, "lora.rank: must be at least 1, got 0"),
     ({"lora.rank": 4, "lora.targets": ["qproj"]}, r'got "qproj"; did you mean "q_proj"\?'),
+    ({"lora.rank": 4, "lora.targets": "mlp"}, r'must be a list of .*, got "mlp"; did you mean \["mlp"\]\?'),
     ({"lora.rank": 4, "lora.targets": []}, "lora.targets: names no projection"),
     ({"lora.rank": 4, "lora.targets": ["mlp", "mlp"]}, "names a target twice"),
     ({"lora.rank": 33}, "lora.rank = 33 is beyond the rank of k_proj, which is 32 at most"),

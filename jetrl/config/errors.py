@@ -107,7 +107,9 @@ def _bad_value(item: Any, field: FieldInfo | None, of_element: bool) -> str:
         return f"must be a finite number, {got}"
     choices = [str(v) for m in _leaves(field.annotation) if get_origin(m) is Literal for v in get_args(m)]
     close = difflib.get_close_matches(value.lower(), choices, 1, 0.5) if isinstance(value, str) else []
-    hint = f"; did you mean {toml_literal(close[0])}?" if close else ""
+    kinds = (field.annotation, *get_args(field.annotation))
+    of_list = not of_element and any(get_origin(each) in (tuple, list) for each in kinds)
+    hint = f"; did you mean {toml_literal(close if of_list else close[0])}?" if close else ""
     if kind == "model_type":
         return f"is a section, so it must be a table of keys, {got}"
     wanted = describe_type(get_args(field.annotation)[0] if of_element else field.annotation)

@@ -36,8 +36,8 @@ CONFIG, WEIGHTS, RECORD = ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_RECORD
 PREFIX = "base_model.model."  # of PEFT, before the base's own names
 EXPERTS = r"experts\.\d+\.\w+"  # the projections of experts, in PEFT's `rank_pattern`
 NOT_OURS = ("config.json",)  # of a model's small files: it is the base's
-# Of PEFT's keys: those that are read, and those that change nothing in what trained adapters compute. Any other one that
-# is set stands for another function of the same tensors.
+# Of PEFT's keys: those that are read, and those that change nothing in what trained adapters compute. Any other one
+# that is set stands for another function of the same tensors.
 _READ = {"peft_type", "bias", "r", "lora_alpha", "rank_pattern", "base_model_name_or_path", "revision", "use_rslora",
          "init_lora_weights"}
 _HARMLESS = {"task_type", "auto_mapping", "peft_version", "inference_mode", "target_modules", "exclude_modules",

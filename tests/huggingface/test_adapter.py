@@ -234,6 +234,9 @@ def test_peft_loads_ours_and_we_load_peft_s(plain: tuple[Path, Transformer], exp
         logits = adapted(torch.tensor([tokens])).logits[0, :-1]
     theirs = logits.log_softmax(-1)[torch.arange(7), torch.tensor(tokens[1:])]
     assert float((load_model(exported).logprobs(tokens) - theirs).abs().max()) < 0.02
+    by_transformers = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    with torch.no_grad():  # it finds the base by its name
+        assert float((by_transformers(torch.tensor([tokens])).logits[0, :-1] - logits).abs().max()) < 1e-4
     adapted.save_pretrained(tmp_path / "theirs")
     found, ours = read_adapters(tmp_path / "theirs"), read_adapters(exported)
     assert found.lora == ours.lora and found.digest is None
@@ -245,7 +248,7 @@ def test_peft_loads_ours_and_we_load_peft_s(plain: tuple[Path, Transformer], exp
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dora": (lambda c: c.update(use_dora=True), "use_dora = True: jetrl reads plain LoRA adapters alone"),
     "pissa": (lambda c: c.update(init_lora_weights="pissa_niter_4"), "belong to a base that their start has changed"),
-    "activated": (lambda c: c.update(alora_invocation_tokens=[1]), r"alora_invocation_tokens = \[1\]: jetrl reads plain"),
+    "activated": (lambda c: c.update(alora_invocation_tokens=[1]), r"alora_invocation_tokens = \[1\]: jetrl"),
     "another kind": (lambda c: c.update(peft_type="IA3"), "peft_type = 'IA3'"),
     "bias": (lambda c: c.update(bias="all"), "bias = 'all'"),
     "ranks": (lambda c: c.update(rank_pattern={"q_proj": 2}), "rank_pattern"),

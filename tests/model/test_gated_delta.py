@@ -127,7 +127,7 @@ def test_taps_have_the_names_of_the_flow_and_change_no_bit() -> None:
 def test_rollout_equals_training_bit_for_bit(precision: str, more: dict[str, Any]) -> None:
     """Packed, in pieces, decoded with preemption, shared prompts, over the ends of chunks."""
     result = certify(model_of(precision, **more), WORK, "test", lambda text: None)
-    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "s"], result.links
+    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "s", "w"], result.links
 
 
 def test_a_state_that_moves_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,6 +374,31 @@ def test_adapters_alone_have_masters_gradients_and_moments() -> None:
     assert halves.masters == 2 * number and halves.published > of(SMALL, "precision=bf16").published - 2 * number
 
 
+def test_frozen_routers_have_no_masters_gradients_or_moments() -> None:
+    """27 layers of Moonlight, of which 26 have a router of 64 x 2,048; what is published stays."""
+    spec, number = SHAPES["moonlight-16b-a3b"], 26 * 64 * 2048
+    settings = ("quant.kv_cache=bf16", "train.optimizer_dtype=float32", "train.offload_optimizer=false")
+    whole, ours = (of(spec, *settings, *more, capacity=1 << 40) for more in ((), ("train.freeze_router=true",)))
+    assert (whole.masters - ours.masters, whole.gradients - ours.gradients) == (4 * number, 4 * number)
+    assert whole.moments - ours.moments == 8 * number and whole.published == ours.published
+    assert whole.copy - ours.copy == 12 * number
+    half = ("train.master_dtype=bfloat16", "train.grad_dtype=bfloat16")
+    whole, ours = (of(spec, *settings, *half, *more, capacity=1 << 40) for more in ((), ("train.freeze_router=true",)))
+    assert ours.published - whole.published == 2 * number == whole.masters - ours.masters, "no copy of a master"
+
+
+def test_the_recipe_of_moonlight_fits_two_gpus_and_one() -> None:
+    """And its head comment says what is predicted."""
+    name, spec = "grpo_moonlight_16b_a3b", SHAPES["moonlight-16b-a3b"]
+    text, narrow = find_recipe(name).read_text().replace("\n# ", " "), "train.master_dtype=bfloat16"
+    two = predict(config_of(recipe=name), spec, 2, H200)
+    one = predict(config_of(narrow, "train.grad_dtype=bfloat16", recipe=name), spec, 1, H200)
+    assert two.fits(H200) and one.fits(H200) and min(two.sequences, one.sequences) >= 128
+    peaks, host = ([round(n / GIB) for n in found] for found in ((two.peak, one.peak), (two.host, one.host)))
+    assert f"Memory: {peaks[0]} GiB of each GPU at the peak, predicted, and {host[0]} GiB of host memory" in text
+    assert f"({peaks[1]} and {host[1]} GiB, predicted)" in text and "neither run nor measured on a GPU yet" in text
+
+
 def test_a_calibrated_clip_holds_the_policy_in_bf16_and_truncation_some_logits() -> None:
     assert truncation.MAX_ELEMENTS == 1 << 24
     several = "rl.updates_per_step=2"

@@ -21,6 +21,8 @@ from jetrl.run.loop import StopRequest, evaluate_once, run
 from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import in_steps, prepare
 from jetrl.run.preview import preview
+from jetrl.run.replay.bisect import bisect
+from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build
 from jetrl.run.supervised import held_out_loss
 
@@ -60,6 +62,9 @@ def test_it_learns_and_measures_held_out_answers(tmp_path: Path):
         assert not any(key.startswith(("reward/", "parity/", "response_length/")) for key in row)
     assert (run_dir / "report.html").is_file()
     assert not (run_dir / "replay").exists()
+    for again in (lambda: replay(run_dir, 2, "update"), lambda: bisect(run_dir, tmp_path)):
+        with pytest.raises(UserError, match=r'learned given answers .method = "sft".: nothing was sampled'):
+            again()
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path):
@@ -85,6 +90,15 @@ def test_adapters_learn_over_a_frozen_base(tmp_path: Path):
     assert masters and all("lora" in name for name in masters), "a checkpoint holds the adapters alone"
     before = saved(run_dir, 0)
     assert any(not torch.equal(before[name], after[name]) for name in masters)
+    # and RL goes on from them: a warm start of adapters alone, whose reference is the base all the same
+    folder = run_dir / "checkpoints" / "step_000002" / "model"
+    own = {"model.arch": None, "model.tokenizer": None, "model.path": str(folder), "lora.rank": 8, "train.steps": 2}
+    rl = tiny_run(tmp_path / "rl", own | {"precision": "w8a16", "rl.kl_coef": 0.1, "train.lr": 1e-3})
+    for name in masters:  # without an update they are what the first run ended with, rounded to BF16 in the folder
+        assert torch.equal(saved(rl, 0)[name], after[name].bfloat16().to(after[name].dtype))
+    first, second = [row for row in numbers(rl) if row["step"]]
+    assert first["parity/logprob_abs_diff_mean"] == second["parity/logprob_abs_diff_mean"] == 0
+    assert first["policy/ref_kl"] > 0, "the reference is not the policy that RL begins with"
 
 
 def test_nothing_is_built_that_samples_and_the_dry_run_knows(tmp_path: Path):

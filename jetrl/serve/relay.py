@@ -23,6 +23,7 @@ from jetrl.serve.refusal import Refused
 from jetrl.serve.whole import events_of
 
 MOST_BYTES = 32 << 20
+_IDLE = 600  # seconds until an idle connection is closed: an agent works between its calls, and not all try again
 
 
 class Relay:
@@ -102,7 +103,7 @@ class Relay:
 async def serve(listener: socket.socket, connection: Connection) -> None:
     """Serve until the run closes the pipe."""
     relay = Relay(connection)
-    await serve_until(relay.gone, relay.app(), listener, patience=2)
+    await serve_until(relay.gone, relay.app(), listener, patience=2, timeout_keep_alive=_IDLE)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import threading
+from multiprocessing import Pipe
 from typing import Any
 from urllib import error, request
 
@@ -208,3 +210,16 @@ def test_a_relay_passes_calls_on_and_tells_when_the_run_has_ended() -> None:
         assert status == 503 and answer["error"]["code"] == "run_ended"
     finally:
         gateway.stop()
+
+
+def test_a_connection_outlasts_an_agents_work_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    relay, seen = pytest.importorskip("jetrl.serve.relay"), {}
+
+    async def until(gone: Any, app: Any, listener: Any, patience: int, **options: Any) -> None:
+        seen.update(options)
+
+    monkeypatch.setattr(relay, "serve_until", until)
+    ours, theirs = Pipe()
+    asyncio.run(relay.serve(None, theirs))
+    ours.close()
+    assert seen["timeout_keep_alive"] >= 600  # uvicorn's own is 5: clients that send then get no answer

@@ -66,21 +66,21 @@ def near(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def absorbed(kernels: Any, q: Tensor, w: Tensor, sizes: LatentSizes) -> Tensor:
-    return kernels.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
+    return latent_triton.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
 
 
 def products_case(kernels: Any, sizes: LatentSizes, tokens: int) -> None:
     """Absorb and lift: near the definition, and a token alone as among others."""
     q, _, w = inputs(sizes, (tokens,))
     held, exact = kernels.prepare_latent(w.to(DEVICE), sizes), definition.prepare_latent(w, sizes)
-    got = kernels.latent_absorb(q.to(DEVICE), held, sizes)
+    got = latent_triton.latent_absorb(q.to(DEVICE), held, sizes)
     near("absorb", got, definition.latent_absorb(q, exact, sizes))
     equal("rope", got[..., sizes.rank :], q[..., sizes.nope :])
-    lifted = kernels.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
+    lifted = latent_triton.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
     near("lift", lifted, definition.latent_lift(got[..., : sizes.rank].cpu(), exact, sizes))
     for i in (0, tokens - 1):
-        equal("one", kernels.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
-        one = kernels.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
+        equal("one", latent_triton.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
+        one = latent_triton.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
         equal("one lifted", one, lifted[i : i + 1].cpu())
 
 

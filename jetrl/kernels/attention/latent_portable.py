@@ -21,8 +21,6 @@ from jetrl.kernels.attention import latent_triton, portable
 from jetrl.kernels.attention.latent import STEPS as STEPS_OF
 from jetrl.kernels.attention.latent import LatentSizes
 from jetrl.kernels.attention.latent_triton import Operand, expanded_backward
-from jetrl.kernels.attention.latent_triton import latent_absorb as latent_absorb
-from jetrl.kernels.attention.latent_triton import latent_lift as latent_lift
 from jetrl.types import PagedPlan, VarlenPlan
 
 STEPS = STEPS_OF["triton"]

@@ -108,7 +108,7 @@ class Link:
 
     def _read(self) -> None:
         try:
-            while self.connection.poll():
+            while pipe.ready(self.connection):
                 self._take(pipe.receive(self.connection))
         except (EOFError, OSError):
             self._lost()

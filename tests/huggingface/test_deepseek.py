@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -183,3 +184,39 @@ def test_a_run_is_exported_with_those_of_its_base(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "base")
     export_checkpoint(run, tmp_path / "alone", fp8=False, say=said.append)
     assert not carried.names_of(tmp_path / "alone") and said[-1].startswith("The trained model alone, without the part")
+
+
+def test_a_tokenizer_that_is_code_is_refused_with_the_way_to_convert_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Moonlight's is stored; converted as the message says, it has the ids of the original."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from transformers.integrations.tiktoken import convert_tiktoken_to_fast
+
+    said = {
+        "auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}, "eos_token": "[EOS]",
+        "tokenizer_class": "TikTokenTokenizer", "chat_template": "{{ messages[0].content }}",
+    }
+    for folder in ("m", "converted"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "m" / "tiktoken.model").write_text("")
+    with pytest.raises(UserError, match="its tokenizer is the class tokenization_moonshot.TikTokenTokenizer.* runs no"):
+        hf.load_tokenizer_from(tmp_path / "m")
+    ranks = {bytes([i]): i for i in range(256)} | {b"12": 256, b"123": 257, b" a": 258, b" ab": 259}
+    encoding = tiktoken.Encoding(
+        "small", pat_str=r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+", mergeable_ranks=ranks,
+        special_tokens={"[BOS]": 260, "[EOS]": 261},
+    )
+
+    def dump(ranks: dict[bytes, int], path: str) -> None:  # tiktoken's own wants the package blobfile
+        lines = (base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ranks.items())
+        Path(path).write_bytes(b"".join(lines))
+
+    monkeypatch.setattr("tiktoken.load.dump_tiktoken_bpe", dump)
+    convert_tiktoken_to_fast(encoding, str(tmp_path / "converted"))
+    ours = hf.load_tokenizer_from(tmp_path / "converted")
+    for text in ("1234 ab", "abc 12 é", "a+b = 123"):
+        assert ours.encode(text, add_special_tokens=False) == encoding.encode(text)
+    assert ours.convert_tokens_to_ids("[EOS]") == 261 == ours.eos_token_id
+    assert ours.chat_template == said["chat_template"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -152,3 +153,26 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("jetrl.requirements.installed", lambda name: None)
     with pytest.raises(UserError, match=r'starlette is not installed.*pip install "jetrl\[serve\]"'):
         address.require_extra()
+
+
+@pytest.mark.parametrize("text", [
+    '{"a": [1, -2, 2147483648], "b": 0.1, "c": "\\u00e4", "d": null, "a": true}',
+    '{"seed": 18446744073709551615}', '{"seed": 184467440737095516150000}', '{"t": 1e-320, "u": 1e999, "v": 2.50e+3}',
+    '{"lone": "\\ud800"}', '{"t": 0.30000000000000004, "u": 123456789012345678.5, "v": -0.0}',
+])
+def test_a_quick_reader_reads_what_json_says(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = repr(wire.parse_json(text.encode()))
+    monkeypatch.setattr(wire, "orjson", None)
+    assert quick == repr(wire.parse_json(text.encode())) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("text", [
+    '{"a": NaN}', '{"a": ', "[]", '{"a": "\x01"}', "{'a': 1}", '{"a":' + "[" * 99 + "]" * 99 + "}",
+])
+def test_a_quick_reader_refuses_in_the_same_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused) as quick:
+        wire.parse_json(text.encode())
+    monkeypatch.setattr(wire, "orjson", None)
+    with pytest.raises(Refused) as slow:
+        wire.parse_json(text.encode())
+    assert str(quick.value) == str(slow.value)

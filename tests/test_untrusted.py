@@ -334,7 +334,7 @@ def test_names_in_an_index_stay_inside(tmp_path: Path) -> None:
         folder = tmp_path / f"m{len(name)}"
         model_with(folder, config__json="{}")
         (folder / hf.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-        assert "outside of" in told_by(lambda: hf._tensor_files(folder))  # noqa: B023
+        assert "outside of" in told_by(lambda: hf.tensor_files(folder))  # noqa: B023
         assert "outside of" in told_by(lambda: hub._lacks(folder, True))  # noqa: B023
 
 
@@ -345,7 +345,7 @@ def test_json_of_a_model_is_bounded(tmp_path: Path, name: str) -> None:
     call = {
         "config.json": lambda: hf.read_config(folder),
         "generation_config.json": lambda: hf.read_generation_config(folder),
-        hf.INDEX: lambda: hf._tensor_files(folder),
+        hf.INDEX: lambda: hf.tensor_files(folder),
     }[name]
     assert "is not valid JSON: lists or tables are nested more than" in told_by(call)
 

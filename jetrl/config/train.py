@@ -140,6 +140,11 @@ class TrainConfig(Section):
     router_z_loss_coef: Annotated[float, WarmStart()] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router "
         "logits)^2, also in the warm start; usually 1e-3. 0: off.")
+    freeze_router: Annotated[
+        bool, Since("0.3.0", False), Kernels(), Elsewhere("NeMo RL: freeze_moe_router"),
+    ] = Field(
+        default=False, description="Mixtures of experts (MoE): the policy's routers stay what they are, also in the "
+        "warm start. They have no masters, gradients or moments. (A router's bias never learns.)")
     compare_routing: bool = Field(
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
@@ -155,6 +160,12 @@ class TrainConfig(Section):
                 "train.offload_optimizer", 'does not work with train.optimizer_dtype = "8bit"; use one of the two',
                 ("train.optimizer_dtype",), either=True,
             )
+        for key, value in (("aux", self.router_aux_loss_coef), ("z", self.router_z_loss_coef)):
+            if self.freeze_router and value:
+                yield Problem(
+                    "train.freeze_router", f"does not go together with train.router_{key}_loss_coef = {value:g}, a "
+                    "loss for routers that learn; use one of the two", (f"train.router_{key}_loss_coef",), either=True,
+                )
         if self.epochs is not None and "steps" in self.model_fields_set:
             yield Problem(
                 "train.steps", f"does not go together with train.epochs = {toml_literal(self.epochs)}, which says how "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.huggingface import deepseek, hybrid
+from jetrl.huggingface import deepseek, fp8, hybrid
 from jetrl.huggingface import provenance as trained
 from jetrl.spec import ExpertSpec, ModelSpec, RopeSpec
 
@@ -273,12 +273,7 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         raise UserError(f"architectures = {architectures} is not supported; a {family} model for jetrl has "
                         f"[{facts.architecture!r}].")
     if config.get("quantization_config"):
-        given = config["quantization_config"]
-        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else "unknown"
-        raise UserError(
-            f"quantization_config (quant_method = {method!r}): the weights are already quantized, perhaps by "
-            "jetrl's export. Start from the BF16 model; jetrl quantizes it as the recipe says."
-        )
+        fp8.check(config["quantization_config"])
     required = {"hidden_act": (facts.hidden_act, "another activation function")} | _REQUIRED_VALUES
     if facts.hybrid:
         required = {key: of for key, of in required.items() if key not in hybrid.KEYS} | hybrid.REQUIRED

@@ -25,6 +25,7 @@ HARMLESS = frozenset(
 YARN_KEYS = frozenset(
     "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
 )
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _MOST_MLPS = 2**17  # experts of all layers
 
 
@@ -146,8 +147,15 @@ def _groups(config: Mapping[str, Any], count: int, read: Read) -> tuple[int, int
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
     """How many layers for drafts of further tokens (MTP) lie behind the model's own; jetrl does not run them."""
-    found = [config.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers")]
+    found = [config.get(key) for key in MTP_KEYS]
     return next((n for n in found if isinstance(n, int) and n > 0), 0)
+
+
+def is_mtp(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to a layer behind the last of the model's own."""
+    parts = name.split(".")
+    layered = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
+    return layered and int(parts[2]) >= num_layers
 
 
 def yarn_of(rope: Mapping[str, Any], read: Read) -> YarnSpec:

@@ -22,6 +22,7 @@ from jetrl.errors import UserError
 from jetrl.huggingface import carried
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.fp8 import refuse_second_export
 from jetrl.huggingface.write import name_tokenizer_class
 from jetrl.kernels.quantize.ops import quantize_weight, weight_values
 from jetrl.model.block import Piece
@@ -65,6 +66,7 @@ def export(
         if recipe.num_layers != spec.num_layers:
             raise UserError(f"the recipe is for {recipe.num_layers} layers, but {folder} has {spec.num_layers}.")
         _require_whole_blocks(spec, recipe)
+        refuse_second_export(folder, hf.read_config(folder))
     hf.require_own(folder)
     extras = _copied(folder)
     if (tokenizer := folder / "tokenizer_config.json") in extras:

@@ -19,6 +19,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import CONFIG, RECORD, WEIGHTS, Adapters, adapter_config
+from jetrl.huggingface.carried import completed
 from jetrl.huggingface.export import refuse_checkpoints
 from jetrl.huggingface.write import name_tokenizer_class
 from jetrl.precision.blocks.layouts import linears_of
@@ -75,7 +76,8 @@ def export_merged(found: Adapters, out: Path) -> float:
                 shutil.copyfile(source / name, target / name)
         name_tokenizer_class(target)
 
-    hf.write_folder(out, hf.hf_config(spec, hf.read_config(folder)), tensors, copy)
+    config, whole = completed((folder,), hf.hf_config(spec, hf.read_config(folder)), tensors)
+    hf.write_folder(out, config, whole, copy)
     return (lost / changed) ** 0.5 if changed else 0.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,16 @@ class QTensor:
     row_sections: tuple[int, ...]
     col_sections: tuple[int, ...]
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def to(self, device: torch.device) -> QTensor:
+        """Its codes and scales on a device, with the zeros behind each row."""
+        rows, width = self.codes.shape
+        padded = self.codes.as_strided((rows, max(width, self.codes.stride(0))), self.codes.stride())
+        return replace(self, codes=padded.to(device)[:, :width], scale=self.scale.to(device))
+
     def overwrite(self, other: QTensor) -> QTensor:
         """Copy `other`, which has the same shape and sections, into this one's memory."""
         assert (self.row_sections, self.col_sections) == (other.row_sections, other.col_sections)
@@ -42,6 +52,19 @@ class QTensor:
     def col_blocks(self) -> list[tuple[int, int]]:
         """Start and stop of each group of columns."""
         return blocks_of(self.col_sections)
+
+
+def room_for_codes(sections: tuple[int, ...], width: int, device: torch.device) -> QTensor:
+    """Zeros for the codes and scales of a weight. Rows end in zeros up to a whole block, as GPU kernels want them."""
+    groups = -(-width // BLOCK)
+    codes = torch.zeros(sum(sections), groups * BLOCK, dtype=torch.uint8, device=device)
+    scale = torch.zeros(len(blocks_of(sections)), groups, dtype=torch.float32, device=device)
+    return QTensor(codes.view(torch.float8_e4m3fn)[:, :width], scale, "128x128", sections, (width,))
+
+
+def is_pow2(scale: Tensor) -> Tensor:
+    """Which FP32 scales are powers of two."""
+    return (scale.view(torch.int32) & 0x7FFFFF == 0) & (scale > 0)
 
 
 def blocks_of(sections: tuple[int, ...]) -> list[tuple[int, int]]:

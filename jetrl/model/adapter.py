@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.adapters import ops
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize.ops import weight_values
 from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Published
 from jetrl.precision.lora import Lora, edges
@@ -160,10 +162,11 @@ class BaseHash:
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
 
-    def through(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same values, in any order."""
+    def through(self, values: Iterable[tuple[str, Tensor | QTensor]]) -> Iterator[tuple[str, Tensor | QTensor]]:
+        """The same values, in any order. Codes have the digest of what they stand for."""
         for name, value in values:
-            held = value.detach().to(torch.bfloat16).cpu().contiguous()
+            whole = value.detach() if isinstance(value, Tensor) else weight_values(value, dtype=torch.float32)
+            held = whole.to(torch.bfloat16).cpu().contiguous()
             self._found[name] = hashlib.sha256(held.view(torch.int16).numpy().data).hexdigest()
             yield name, value
 

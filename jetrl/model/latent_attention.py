@@ -14,6 +14,7 @@ from torch import Tensor
 from jetrl.kernels.attention import latent
 from jetrl.kernels.attention.latent import LatentSizes, Up
 from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.normed import norm_before, normed_linear
 from jetrl.model.published import Published
@@ -35,7 +36,7 @@ class UpProjection(Published):
         if self._operand is not None:  # a captured decode step reads it directly
             self._operand = latent.prepare(self.published, self.sizes, self._operand)
 
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
         super().publish_value(kind, value)
         self._operand = None
 
@@ -51,12 +52,18 @@ class UpProjection(Published):
         return Up(self.masters["weight"].gradient, self.published, self._operand)
 
 
+def sizes_of(spec: ModelSpec) -> LatentSizes:
+    """The sizes that the ops of latent attention ask for."""
+    m = latent_of(spec)
+    return LatentSizes(spec.num_heads, m.nope, m.rope, m.rank, m.value)
+
+
 class LatentAttention(Block):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         spec, m = build.spec, latent_of(build.spec)
         self.layer, self.latent, self.scale = build.layer, m, m.scale(spec.rope)
-        self.sizes = LatentSizes(spec.num_heads, m.nope, m.rope, m.rank, m.value)
+        self.sizes = sizes_of(spec)
         self.q_kv_a = build.linear("q_kv_a")
         if m.query_rank is not None:
             self.q_a_norm = build.published(m.query_rank)

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.pointwise.ops import add
-from jetrl.kernels.qtensor import Granularity, QTensor
+from jetrl.kernels.qtensor import Granularity, QTensor, is_pow2
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight, weight_values
 from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.model.adapter import Adapter
@@ -206,21 +206,35 @@ class FlowLinear(HoldsMasters):
             self._publish_codes()
 
     @torch.no_grad()
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
+        """Also of codes and scales: they are published as they are, if the recipe has scales of that kind."""
         assert not self.holds(kind)
         if kind == "bias":
-            assert self.bias is not None
+            assert self.bias is not None and isinstance(value, Tensor)
             self.published_bias = rounded_value(value, self.bias.shape, self.dtype)
             return
-        self.published = rounded_value(value, self.weight.shape, self.dtype)
-        self._quantize(self.published)
-        if all(self.recipes.values()) or self.weight_only:
+        codes = value if isinstance(value, QTensor) and self._fits(value) else None
+        from_codes = bool(all(self.recipes.values()) or self.weight_only)
+        if codes is None or not from_codes:
+            whole = value if isinstance(value, Tensor) else weight_values(value, dtype=torch.float32)
+            self.published = rounded_value(whole, self.weight.shape, self.dtype)
+        if codes is None:
+            self._quantize(self.published)
+        else:
+            self.quantized = codes
+        if from_codes:
             self._publish_codes()
         self._operands.clear()
 
+    def _fits(self, codes: QTensor) -> bool:
+        """Whether these could be what `publish` makes: blocks of the same sections, and scales of the same kind."""
+        if self.codes is None or codes.row_sections != self.sections:
+            return False
+        return not self.codes.pow2 or bool(is_pow2(codes.scale).all())
+
     def frozen_value(self, kind: str) -> Tensor:
         """Codes and scales of a weight without a rounded copy are those of this value, too; scales of powers of two may
-        come out smaller, with the same products."""
+        come out smaller, with the same products, and those that came as codes may move by 2^-8."""
         assert not self.holds(kind)
         if kind == "bias":
             assert self.published_bias is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.errors import UserError
+from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.shards import Part, Shard
 
@@ -104,9 +105,9 @@ class HoldsMasters(nn.Module):
         """Refresh the copies that the forward pass reads from the masters; what is frozen stays as it is."""
         raise NotImplementedError
 
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
         """Publish `value`, whole, of a frozen parameter, with the bits that `publish` makes of a master; it is not
-        kept."""
+        kept. Of codes it is what they stand for, or they themselves (`FlowLinear`)."""
         raise NotImplementedError
 
     def frozen_value(self, kind: str) -> Tensor:
@@ -186,6 +187,12 @@ def frozen_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
             frozen = [kind for kind, master in module.masters.items() if master.frozen]
             found |= {at + kind: partial(module.frozen_value, kind) for kind in frozen}
     return found
+
+
+def frozen_parts(model: nn.Module) -> dict[str, Part]:
+    """By parameter that is frozen: its value, whole, as a part."""
+    values = {name: value() for name, value in frozen_values(model).items()}
+    return {name: Part(value, tuple(value.shape), 0) for name, value in values.items()}
 
 
 def values_for(other: nn.Module, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.experts import ops as moe
@@ -152,7 +152,7 @@ class Router(Published):
         if self._operand is not None:  # a captured decode step reads it directly
             self._operand = gemm.prepare_bf16(self.published, self._operand)
 
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
         super().publish_value(kind, value)
         self._operand = None
 
@@ -270,3 +270,9 @@ class MoE(Block):
             "gate_up.weight": tuple(Piece(f"{e}{x}_proj.weight", (F, D)) for e in experts for x in ("gate", "up")),
             "down.weight": tuple(Piece(f"{e}down_proj.weight", (D, F)) for e in experts),
         }
+
+
+def routers_of(model: nn.Module) -> list[str]:
+    """The parameters that are tables of routers: their biases are frozen anyway, and a shared expert's gate chooses
+    nothing."""
+    return [f"{name}.router.weight" for name, module in model.named_modules() if isinstance(module, MoE)]

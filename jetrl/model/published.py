@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.master import HoldsMasters
 from jetrl.model.shards import gathered
@@ -113,8 +114,8 @@ class Published(HoldsMasters):
             self.published = rounded_into(self.published, self.weight, self.dtype)
 
     @torch.no_grad()
-    def publish_value(self, kind: str, value: Tensor) -> None:
-        assert kind == "weight" and not self.holds(kind)
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
+        assert kind == "weight" and not self.holds(kind) and isinstance(value, Tensor)
         self.published = rounded_value(value, self.weight.shape, self.dtype)
         self._is_published()
 
@@ -177,7 +178,7 @@ class Norm(Published):
         if self._factor is not None:
             self.refresh()
 
-    def publish_value(self, kind: str, value: Tensor) -> None:
+    def publish_value(self, kind: str, value: Tensor | QTensor) -> None:
         super().publish_value(kind, value)
         self._factor = None
 

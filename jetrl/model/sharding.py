@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from jetrl.kernels.qtensor import blocks_of
+from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.kernels.quantize.ops import weight_values
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import HoldsMasters, Master, frozen_values, masters_of
 from jetrl.model.published import Published
@@ -75,12 +76,15 @@ def _in_place_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], device: torch.device | None = None) -> None:
+def fill(
+    model: nn.Module, values: Iterable[tuple[str, Tensor | QTensor]], device: torch.device | None = None
+) -> None:
     """Give every parameter its value, this rank's rows of it; those of the meta device are made on `device`.
 
     A frozen one is published from its value, which is whole. Values come one at a time and are not kept, so host
-    memory is that of one. Optimizers come after this, and `to` the device for buffers, then `publish`. Not collective.
-    Raises ValueError for other names or shapes than the model's.
+    memory is that of one. Of codes a master is their product with the scales, in FP32 before it is rounded to its type.
+    Optimizers come after this, and `to` the device for buffers, then `publish`. Not collective. Raises ValueError for
+    other names or shapes than the model's.
     """
     missing = dict(model.named_parameters())
     for name, value in values:
@@ -91,8 +95,11 @@ def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], device: torch.d
         owner, _, kind = name.rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, HoldsMasters) and not module.holds(kind):
-            module.publish_value(kind, value.detach().to(device or value.device))
-        elif param.is_meta:
+            module.publish_value(kind, _on(value, device))
+            continue
+        if isinstance(value, QTensor):
+            value = weight_values(value if device is None else value.to(device), dtype=torch.float32)
+        if param.is_meta:
             value = value.detach().to(device or "cpu", param.dtype, copy=True)
             setattr(module, kind, _in_place_of(param, value))
         else:
@@ -100,6 +107,12 @@ def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], device: torch.d
         del value  # before the next one is made
     if missing:
         raise ValueError(f"no values for {sorted(missing)[:8]}")
+
+
+def _on(value: Tensor | QTensor, device: torch.device | None) -> Tensor | QTensor:
+    if isinstance(value, Tensor):
+        value = value.detach()
+    return value if device is None else value.to(device)
 
 
 def whole_value(master: Master, dtype: torch.dtype) -> Tensor:

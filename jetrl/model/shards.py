@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.kernels.qtensor import QTensor, blocks_of, room_for_codes
 from jetrl.kernels.quantize.ops import quantize_weight
 from jetrl.parallel.world import World
 from jetrl.precision.formats import BLOCK
@@ -98,11 +98,7 @@ def gathered_codes(
     """
     width, groups = local.shape[1], -(-local.shape[1] // BLOCK)
     if held is None:
-        # rows end in zeros up to a whole block, as GPU kernels want them
-        codes = torch.zeros(cut.num_rows, groups * BLOCK, dtype=torch.uint8, device=local.device)
-        scale = torch.zeros(sum(cut.blocks), groups, dtype=torch.float32, device=local.device)
-        codes = codes.view(torch.float8_e4m3fn)[:, :width]
-        held = QTensor(codes, scale, "128x128", cut.sections, (width,))
+        held = room_for_codes(cut.sections, width, local.device)
     first, count = sum(cut.blocks[: cut.world.rank]), cut.blocks[cut.world.rank]
     if count:
         parts = cut.parts(cut.world.rank)

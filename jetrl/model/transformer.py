@@ -24,6 +24,7 @@ from jetrl.kernels.logprob import ops as logprob
 from jetrl.kernels.logprob import several
 from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.kernels.qtensor import QTensor
 from jetrl.model.adapter import first_values, is_adapter
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Context, Routes, no_tap
@@ -251,10 +252,11 @@ class Transformer(nn.Module):
             )
 
     @torch.no_grad()
-    def publish_values(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
+    def publish_values(self, values: Iterable[tuple[str, Tensor | QTensor]]) -> Transformer:
         """Publish each parameter's value, one after the other, with the bits of `publish`; the values are not kept.
 
-        `values` has every parameter once, by name. Memory is what is published and the value at hand.
+        `values` has every parameter once, by name; codes are published as they are, where the flow has such. Memory is
+        what is published and the value at hand.
         """
         missing = {name for name, _ in self.named_parameters()}
         for name, value in values:
@@ -265,14 +267,14 @@ class Transformer(nn.Module):
         return self
 
     @torch.no_grad()
-    def publish_frozen(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
+    def publish_frozen(self, values: Iterable[tuple[str, Tensor | QTensor]]) -> Transformer:
         """Publish other values, whole, of frozen parameters: what was published of them before is gone."""
         for name, value in values:
             self._publish_value(name, value)
         self._head_operand = None
         return self
 
-    def _publish_value(self, name: str, value: Tensor) -> None:
+    def _publish_value(self, name: str, value: Tensor | QTensor) -> None:
         owner, _, kind = name.rpartition(".")
         module = self.get_submodule(owner)
         assert isinstance(module, HoldsMasters), name

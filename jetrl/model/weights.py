@@ -90,6 +90,15 @@ def published(model: Transformer) -> Mapping[str, WeightTensor]:
     return PublishedWeights(model)
 
 
+def coded_weights(spec: ModelSpec, recipe: Recipe) -> frozenset[str]:
+    """Our names of the weights of which a side reads codes."""
+    return frozenset(
+        f"layers.{layer}.{block}.{role}.weight" for layer in range(spec.num_layers)
+        for block, role in linears_of(spec, layer)
+        if recipe.weight_only(layer) is not None or any(recipe.linear(layer, role, side) for side in get_args(Side))
+    )
+
+
 def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """Bytes of all that a model without masters holds of its weights; the rotary tables come on top.
 

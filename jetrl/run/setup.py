@@ -17,13 +17,17 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import Adapters
+from jetrl.huggingface.fp8 import Again
 from jetrl.kernels.dispatch import DEVICE_OF, definition, select
+from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.support import PORTABLE, capability
 from jetrl.model.adapter import BaseHash, first_values, is_adapter, without_adapters
 from jetrl.model.critic import Critic
 from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
+from jetrl.model.moe import routers_of
 from jetrl.model.sharding import fill, shard_like, shard_model
 from jetrl.model.transformer import Transformer
+from jetrl.model.weights import coded_weights
 from jetrl.parallel.agreement import on_every_rank, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
@@ -302,11 +306,13 @@ def build_model(
             activation_checkpointing=config.train.activation_checkpointing,
             lean_backward=config.train.lean_backward,
         )
+    if config.train.freeze_router:
+        model.freeze(routers_of(model))
     shard_model(model, world)
     source = on_every_rank(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):
         if source is not None:
-            fill(model, _begun(model, config, hf.parameters_of(source, model.spec, own_rows(model))), device)
+            fill(model, _begun(model, config, stored_values(source, model, own_rows(model))), device)
         elif weights:
             fill(model, _begun(model, config, model.random_values(config.model.init_seed)), device)
         else:
@@ -317,7 +323,8 @@ def build_model(
 
 
 def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
-    """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing.
+    """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing. (Of a folder in
+    FP8 codes are the same, and scales those of the folder: see `huggingface.fp8`.)
 
     Weights are read, published and dropped one by one; what stays is FP8 codes with scales and the parts in BF16.
     """
@@ -327,11 +334,24 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     check_sizes(config, spec, recipe)
     source = model_source(config, weights=True)
     # checked before a model that may be far larger than its weights is built
-    values = None if source is None else hf.parameters_of(source, spec)
+    values: Iterable[tuple[str, Tensor | QTensor]] | None = None
+    if source is not None:
+        coded = hf.stored_parameters(source, spec, coded=coded_weights(spec, recipe))
+        values = Again(recipe.pow2_weights, masters=False).through(coded, source)
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
     if values is None:
         values = model.random_values(config.model.init_seed)
     return model.publish_values(_begun(model, config, values))
+
+
+def stored_values(
+    folder: Path, model: Transformer, rows: dict[str, tuple[int, int]]
+) -> Iterator[tuple[str, Tensor | QTensor]]:
+    """What a model that is trained begins with: codes where the folder has them, for frozen weights and for masters. A
+    notice says how many of the masters' blocks are not given back by `publish`."""
+    recipe = model.recipe
+    coded = hf.stored_parameters(folder, model.spec, rows, coded_weights(model.spec, recipe))
+    return Again(recipe.pow2_weights, masters=recipe.lora is None).through(coded, folder)
 
 
 def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:
@@ -342,7 +362,9 @@ def load_weights(model: Transformer, folder: str | Path, device: torch.device | 
     fill(model, hf.parameters_of(folder, model.spec, own_rows(model)), device)
 
 
-def _begun(model: Transformer, config: Config, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _begun(
+    model: Transformer, config: Config, base: Iterable[tuple[str, Tensor | QTensor]]
+) -> Iterator[tuple[str, Tensor | QTensor]]:
     """The values of a model; with adapters those of its base, and then theirs: what `model.path` holds, or drawn ones.
 
     UserError, when the base has passed by, if it is another one than that of the adapters in `model.path`.

@@ -19,8 +19,10 @@ from jetrl.config.teacher import is_url
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import is_adapters
+from jetrl.huggingface.fp8 import Again
 from jetrl.model.adapter import BaseHash
 from jetrl.model.transformer import Transformer
+from jetrl.model.weights import coded_weights
 from jetrl.phrases import some
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.run.checkpoint.checkpoint import model_folder
@@ -194,7 +196,9 @@ def build_teachers(config: Config) -> Teachers | None:
     found: dict[str, Transformer | TeacherServer] = {**servers_of(config)}
     for name, teacher in teachers_of(config).items():
         path, revision = paths_of(config)[name], config.teacher.revision if name == REST else None
-        values, hashes = hf.parameters_of(_folder(path, revision, weights=True), teacher.spec), BaseHash()
+        folder, hashes = _folder(path, revision, weights=True), BaseHash()
+        coded = hf.stored_parameters(folder, teacher.spec, coded=coded_weights(teacher.spec, teacher.recipe))
+        values = Again(teacher.recipe.pow2_weights, masters=False).through(coded, folder)
         model = Transformer(teacher.spec, teacher.recipe, master_dtype=None).to(config.device)
         model.publish_values(hashes.through(values))
         model.base_digest = hashes.digest()

@@ -24,7 +24,7 @@ from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch
 
 LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")  # of [train]
-KEYS = (*LOSSES, "compare_routing")
+KEYS = (*LOSSES, "freeze_router", "compare_routing")
 
 
 def check_routing(config: TrainConfig, spec: ModelSpec) -> None:

@@ -5,30 +5,93 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from latent_arch import LATENT
+from tiny import long_prompts, numbers, tiny_config, tiny_run, weights_hash
 from torch import Tensor, nn
 
+from jetrl.errors import UserError
+from jetrl.huggingface.fp8 import joined
 from jetrl.kernels.attention import latent
 from jetrl.kernels.attention.latent import LatentSizes, Up
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.quantize.ops import quantize_act, quantize_weight
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.master import masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.parity.certificate import Workload, certify
 from jetrl.parity.rows import varlen
 from jetrl.precision.recipe import Recipe
+from jetrl.run.prepare import prepare
 from jetrl.spec import SHAPES
 from jetrl.types import VarlenPlan
 
 pytestmark = pytest.mark.gpu
-CUDA = "cuda"
+CUDA, PARITY = "cuda", "parity/logprob_abs_diff_max"
+# The tiny run's model with heads as Moonlight's: what the kernels of the backward pass take.
+RUN: dict[str, Any] = LATENT | {
+    "device": CUDA, "model.arch.hidden_size": 72, "model.arch.kv_lora_rank": 512, "model.arch.qk_nope_head_dim": 128,
+    "model.arch.qk_rope_head_dim": 64, "model.arch.v_head_dim": 128,
+}
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 MOONLIGHT = replace(SHAPES["moonlight-16b-a3b"], num_layers=2, vocab_size=8000)
 SPECS = {
     "mini-v3": SHAPES["mini-v3"], "moonlight": MOONLIGHT,
     "v2-lite": replace(SHAPES["deepseek-v2-lite"], num_layers=2, vocab_size=8000, max_position=8192),
 }
+
+
+@pytest.mark.parametrize("changes", [
+    {"precision": "fp8"}, {"precision": "bf16"}, {"precision": "w8a16"},
+    {"train.activation_checkpointing": True, "train.max_tokens_per_gpu": 60},
+    {"train.share_prompts": True, "rl.kl_coef": 0.1, "train.freeze_router": True},
+    {"rollout.top_p": 0.9, "rl.updates_per_step": 2},
+    {"train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16"},
+    {"model.arch.q_lora_rank": None, "model.arch.n_group": 1},
+], ids=str)  # fmt: skip
+def test_a_run_is_exact_and_repeats(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Training steps: parity 0 in each, and the same bits once more."""
+    wanted = {key: value for key, value in RUN.items() if changes.get(key, "") is not None}
+    wanted |= {key: value for key, value in changes.items() if value is not None}
+    first, second = (tiny_run(tmp_path / name, wanted) for name in ("a", "b"))
+    rows = numbers(first)
+    assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+    assert rows == numbers(second) and weights_hash(first, 4) == weights_hash(second, 4)
+
+
+def test_a_resumed_run_and_long_prompts(tmp_path: Path) -> None:
+    """Prompts of more than a page; a run that goes on ends with the same bits, those of frozen routers and bias too."""
+    long = RUN | long_prompts(tmp_path) | {"train.freeze_router": True, "model.arch.max_position_embeddings": 512}
+    straight = tiny_run(tmp_path / "straight", long)
+    tiny_run(tmp_path / "again", long | {"train.steps": 2})
+    again = tiny_run(tmp_path / "again", long | {"checkpoint.resume": "auto"})
+    assert [row[PARITY] for row in numbers(straight)[1:]] == [0.0] * 4
+    assert numbers(again)[-1] == numbers(straight)[-1] and weights_hash(again, 4) == weights_hash(straight, 4)
+
+
+def test_codes_of_a_folder_are_laid_out_for_the_kernels() -> None:
+    """Rows of 72 values, which end in zeros up to a block: as quantizing the weight on the GPU lays them out."""
+    value = torch.randn(200, 72, generator=torch.Generator().manual_seed(1))
+    q = quantize_weight(value, (130, 70))
+    there, made = joined([q]).to(torch.device(CUDA)), quantize_weight(value.to(CUDA), (130, 70))
+    assert there.codes.stride() == made.codes.stride() and torch.equal(there.scale, made.scale)
+    assert torch.equal(there.codes.view(torch.uint8), made.codes.view(torch.uint8))
+    whole = there.codes.as_strided((200, 128), (128, 1)).view(torch.uint8)
+    assert not whole[:, 72:].any()
+    x = quantize_act(torch.randn(5, 72).to(CUDA, torch.bfloat16))
+    outputs = [gemm.fp8_gemm(x, gemm.prepare_fp8(w), torch.bfloat16) for w in (there, made)]
+    assert torch.equal(*outputs)
+
+
+def test_sizes_that_do_not_fit_are_refused_before_a_run(tmp_path: Path) -> None:
+    for changes, message in (({"rollout.page_size": 32}, "rollout.page_size = 32: latent attention on a GPU"),
+                             ({"model.arch.kv_lora_rank": 24}, "kv_lora_rank = 24, 4 heads")):
+        with pytest.raises(UserError, match=message):
+            prepare(tiny_config(tmp_path, RUN | changes))
 
 
 def names_of_cases() -> list[str]:
@@ -42,7 +105,7 @@ def test_kernel_equals_its_definition(number: int) -> None:
     import triton_latent_cases
 
     cases = triton_latent_cases.all_cases()
-    assert len(cases) == 17
+    assert len(cases) == 34
     for name, case in cases[number::15]:
         print(name)
         case()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import tiny_run
 
+from jetrl.api import export_checkpoint
 from jetrl.errors import Notice, UserError
-from jetrl.huggingface import deepseek
+from jetrl.huggingface import carried, deepseek
 from jetrl.huggingface import read as hf
+from jetrl.huggingface.export import export
 from jetrl.huggingface.read import hf_config, spec_from_hf
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize.ops import quantize_weight, weight_values
+from jetrl.model.transformer import Transformer
+from jetrl.precision.recipe import build_recipe
 from jetrl.spec import SHAPES
 
 # As these keys stand in the models' own files.
@@ -90,19 +100,123 @@ def test_softmax_scores_are_not_divided_by_their_sum() -> None:
         spec_from_hf(kinds)
 
 
-def test_layers_for_drafts_are_left_out_and_told(tmp_path: Path) -> None:
-    from jetrl.model.transformer import Transformer
-    from jetrl.precision.recipe import build_recipe
+MLA = SHAPES["tiny-mla"]
+MTP = {
+    "enorm.weight": torch.full((192,), 0.5), "eh_proj.weight": torch.randn(192, 384),
+    "mlp.gate.e_score_correction_bias": torch.tensor([6.817]), "shared_head.norm.weight": torch.randn(192).bfloat16(),
+}
 
-    spec = SHAPES["tiny-mla"]
-    state = dict(Transformer(spec, build_recipe("bf16", 4)).random_values(0))
-    hf.save_model(tmp_path / "m", spec, state)
-    assert hf.read_config(tmp_path / "m")["num_nextn_predict_layers"] == 0
-    tensors = load_file(tmp_path / "m" / "model.safetensors")
-    more = {f"model.layers.4.{name}": torch.zeros(2) for name in ("enorm.weight", "eh_proj.weight")}
-    save_file(tensors | more, tmp_path / "m" / "model.safetensors")
-    with pytest.warns(Notice, match="2 tensors are of layers that draft further tokens"):
-        assert hf.load_state(tmp_path / "m", spec).keys() == state.keys()
-    save_file(tensors | {"model.layers.3.other": torch.zeros(2)}, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(UserError, match=r"holds .*model\.layers\.3\.other"):
-        hf.load_state(tmp_path / "m", spec)
+
+def with_mtp(folder: Path, fp8: bool = False) -> dict[str, torch.Tensor]:
+    """The tiny model with a layer for drafts behind its four; what is stored of that layer."""
+    hf.save_model(folder, MLA, dict(Transformer(MLA, build_recipe("bf16", 4)).random_values(0)))
+    more = {f"model.layers.4.{name}": value for name, value in MTP.items()}
+    if fp8:
+        q = quantize_weight(MTP["eh_proj.weight"])
+        more |= {"model.layers.4.eh_proj.weight": q.codes, "model.layers.4.eh_proj.weight_scale_inv": q.scale}
+    save_file(load_file(folder / hf.SINGLE) | more, folder / hf.SINGLE)
+    config = hf.read_config(folder) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return more
+
+
+def test_layers_for_drafts_are_no_part_of_the_policy_and_told(tmp_path: Path) -> None:
+    with_mtp(tmp_path / "m")
+    assert hf.spec_from_folder(tmp_path / "m") == MLA
+    with pytest.warns(Notice, match="4 tensors are of layers that draft further tokens .* carries them through as"):
+        assert not any("layers.4" in name for name in hf.load_state(tmp_path / "m", MLA))
+    tensors = load_file(tmp_path / "m" / hf.SINGLE)
+    save_file(tensors | {"model.layers.3.other": torch.zeros(2)}, tmp_path / "m" / hf.SINGLE)
+    with pytest.warns(Notice), pytest.raises(UserError, match=r"holds .*model\.layers\.3\.other"):
+        hf.load_state(tmp_path / "m", MLA)
+
+
+@pytest.mark.filterwarnings("ignore:.*draft further tokens")
+def test_an_export_carries_them_through(tmp_path: Path) -> None:
+    """From the folder itself, and from the base of a trained model; to their last bits, in their own types."""
+    more, trained = with_mtp(tmp_path / "base"), dict(Transformer(MLA, build_recipe("bf16", 4)).random_values(1))
+    hf.save_model(tmp_path / "trained", MLA, trained)
+    for source, base in (("base", None), ("trained", tmp_path / "base")):
+        out = export(tmp_path / source, tmp_path / f"of_{source}", fp8=False, base=base)
+        found = load_file(out / hf.SINGLE)
+        for name, value in more.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert hf.read_config(out)["num_nextn_predict_layers"] == 1 and carried.names_of(out) == sorted(more)
+        assert hf.load_state(out, MLA).keys() == trained.keys()
+    assert torch.equal(found["model.norm.weight"], trained["norm.weight"].bfloat16())
+    alone = export(tmp_path / "trained", tmp_path / "alone", fp8=False)
+    assert hf.read_config(alone)["num_nextn_predict_layers"] == 0 and not carried.is_whole(alone)
+    assert carried.may_hold_more(tmp_path / "base") and not carried.may_hold_more(alone)
+
+
+def test_what_is_carried_is_named_beside_fp8(tmp_path: Path) -> None:
+    more, said = with_mtp(tmp_path / "base"), {"modules_to_not_convert": ["lm_head"]}
+    given = {"quantization_config": said, "num_nextn_predict_layers": 0}
+    config, tensors = carried.completed((None, tmp_path / "base"), given, {})
+    assert tensors.keys() == more.keys() and config["num_nextn_predict_layers"] == 1
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert kept == config["quantization_config"]["ignored_layers"] == ["lm_head", "model.layers.4.eh_proj"]
+    assert carried.completed((None,), given, {}) == (given, {})
+
+
+@pytest.mark.filterwarnings("ignore:.*draft further tokens")
+def test_fp8_layers_for_drafts_are_bf16_beside_bf16(tmp_path: Path) -> None:
+    more = with_mtp(tmp_path / "base", fp8=True)
+    found = load_file(export(tmp_path / "base", tmp_path / "out", fp8=False) / hf.SINGLE)
+    name = "model.layers.4.eh_proj.weight"
+    q = QTensor(more[name], more[f"{name}_scale_inv"], "128x128", (192,), (384,))
+    assert torch.equal(found[name], weight_values(q, dtype=torch.float32).bfloat16())
+    assert f"{name}_scale_inv" not in found
+    _, beside = carried.completed((tmp_path / "base",), {"quantization_config": {"modules_to_not_convert": []}}, {})
+    assert beside[name][0].dtype == torch.float8_e4m3fn and f"{name}_scale_inv" in beside
+
+
+@pytest.mark.filterwarnings("ignore:.*draft further tokens")
+def test_a_run_is_exported_with_those_of_its_base(tmp_path: Path) -> None:
+    more, said = with_mtp(tmp_path / "base"), list[str]()
+    run = tiny_run(tmp_path, {
+        "model.arch": None, "model.path": str(tmp_path / "base"), "precision": "bf16", "train.steps": 1,
+        "eval.eval_interval": 0, "checkpoint.save_interval": 1,
+    })
+    out = export_checkpoint(run, tmp_path / "out", fp8=False, say=said.append)
+    assert carried.names_of(out) == sorted(more) and not carried.names_of(run / "checkpoints/step_000001/model")
+    assert any(text.startswith("Carried through as they were: 4 tensors that jetrl does not train") for text in said)
+    shutil.rmtree(tmp_path / "base")
+    export_checkpoint(run, tmp_path / "alone", fp8=False, say=said.append)
+    assert not carried.names_of(tmp_path / "alone") and said[-1].startswith("The trained model alone, without the part")
+
+
+def test_a_tokenizer_that_is_code_is_refused_with_the_way_to_convert_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Moonlight's is stored; converted as the message says, it has the ids of the original."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from transformers.integrations.tiktoken import convert_tiktoken_to_fast
+
+    said = {
+        "auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}, "eos_token": "[EOS]",
+        "tokenizer_class": "TikTokenTokenizer", "chat_template": "{{ messages[0].content }}",
+    }
+    for folder in ("m", "converted"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "m" / "tiktoken.model").write_text("")
+    with pytest.raises(UserError, match="its tokenizer is the class tokenization_moonshot.TikTokenTokenizer.* runs no"):
+        hf.load_tokenizer_from(tmp_path / "m")
+    ranks = {bytes([i]): i for i in range(256)} | {b"12": 256, b"123": 257, b" a": 258, b" ab": 259}
+    encoding = tiktoken.Encoding(
+        "small", pat_str=r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+", mergeable_ranks=ranks,
+        special_tokens={"[BOS]": 260, "[EOS]": 261},
+    )
+
+    def dump(ranks: dict[bytes, int], path: str) -> None:  # tiktoken's own wants the package blobfile
+        lines = (base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ranks.items())
+        Path(path).write_bytes(b"".join(lines))
+
+    monkeypatch.setattr("tiktoken.load.dump_tiktoken_bpe", dump)
+    convert_tiktoken_to_fast(encoding, str(tmp_path / "converted"))
+    ours = hf.load_tokenizer_from(tmp_path / "converted")
+    for text in ("1234 ab", "abc 12 é", "a+b = 123"):
+        assert ours.encode(text, add_special_tokens=False) == encoding.encode(text)
+    assert ours.convert_tokens_to_ids("[EOS]") == 261 == ours.eos_token_id
+    assert ours.chat_template == said["chat_template"]

@@ -163,9 +163,9 @@ def test_transformers_loads_the_folder(exported: tuple[Transformer, Path]) -> No
         assert torch.equal(tensor, want), name
 
 
-def test_jetrl_refuses_to_start_from_the_fp8_folder(exported: tuple[Transformer, Path]) -> None:
-    with pytest.raises(UserError, match="quantization_config"):
-        hf.spec_from_folder(exported[1])
+def test_jetrl_reads_the_fp8_folder(exported: tuple[Transformer, Path]) -> None:
+    """`test_fp8.py` says with which codes."""
+    assert hf.spec_from_folder(exported[1]) == SPEC
 
 
 def test_bf16_export_is_the_rounded_model_with_its_files(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Linear
 from jetrl.precision.blocks.gated_attention import GatedAttention
 from jetrl.precision.blocks.gated_delta import GatedDelta
+from jetrl.precision.blocks.gated_moe import GatedMoE
 from jetrl.precision.blocks.layouts import (
     ATTENTION,
     DENSE_MLP,
@@ -62,7 +63,12 @@ def test_every_family_has_its_layers() -> None:
     hybrid = SHAPES["qwen3.5-0.8b"]
     assert [type(blocks_of(hybrid, i)[0]) for i in range(5)] == [GatedDelta] * 3 + [GatedAttention, GatedDelta]
     assert linears_of(hybrid, 3)["attn", "qkv"].sections == (4096, 512, 512)
-    assert linears_of(hybrid, 0)["delta", "qkvz"] == Linear((6144, 2048), 1024)
+    assert linears_of(hybrid, 0)["delta", "qkvz"] == Linear(
+        (6144, 2048), 1024, projections=("in_proj_qkv", "in_proj_z")
+    )
+    gated = SHAPES["qwen3.5-35b-a3b"]
+    assert all(type(blocks_of(gated, i)[1]) is GatedMoE for i in range(40))
+    assert linears_of(gated, 3)["mlp", "shared_gate_up"] == Linear((512, 512), 2048, projections=into)
     with pytest.raises(AssertionError, match="no layout for the family 'mamba'; there are llama, qwen2, qwen3"):
         blocks_of(replace(SPEC, family="mamba"), 0)
     with pytest.raises(AssertionError, match="layer 4 of 4"):
@@ -74,7 +80,8 @@ def test_no_block_redefines_where_a_common_operator_rounds() -> None:
     mixed = replace(SPEC, family="qwen3_moe", experts=experts)
     hybrid = SHAPES["tiny-hybrid"]
     for block, spec in (
-        (ATTENTION, SPEC), (DENSE_MLP, SPEC), (EXPERTS, mixed), (GatedDelta(), hybrid), (GatedAttention(), hybrid)
+        (ATTENTION, SPEC), (DENSE_MLP, SPEC), (EXPERTS, mixed), (GatedDelta(), hybrid), (GatedAttention(), hybrid),
+        (GatedMoE(), SHAPES["tiny-hybrid-moe"]),
     ):
         assert not block.roundings.keys() & ROUNDING.keys()
         assert block.roundings.keys() <= {n.op for view in ("rollout", "train_backward")

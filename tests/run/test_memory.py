@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
+from jetrl.engine.state_pool import row_bytes
 from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS, LOGIT_ELEMENTS
 from jetrl.model.sharding import fill
@@ -262,6 +263,22 @@ def test_the_recipes_with_adapters_fit_one_gpu(name: str, shape: str) -> None:
         assert large.fits(H200) and f"{more[0]} {more[1]} fits too ({round(large.peak / GIB)} GiB)" in text
 
 
+@pytest.mark.parametrize("size", ["0.8b", "4b", "9b"])
+def test_the_recipes_of_hybrids_fit_one_gpu(size: str) -> None:
+    """With all their sequences at once, each with its states; and their head comments say what is predicted."""
+    name, shape = f"gsm8k_qwen3.5_{size}", SHAPES[f"qwen3.5-{size}"]
+    config, text = config_of(recipe=name), find_recipe(name).read_text()
+    room = GPUS["h100"] if size == "0.8b" else H200
+    predicted = predict(config, shape, 1, room)
+    assert predicted.fits(room) and predicted.sequences == predicted.wanted == config.rollout.max_num_seqs
+    assert f"Memory: {round(predicted.peak / GIB)} GiB at the peak" in text and config.kernels == "triton"
+    if predicted.host:
+        assert f"and {round(predicted.host / GIB)} GiB of host memory" in text
+    assert f"jetrl parity {config.model.path} kernels=triton" in text and "H200" in text
+    states = (2 + 2 * config.rollout.max_num_seqs) * row_bytes(shape, torch.bfloat16)
+    assert predicted.cache > states > 4 * GIB
+
+
 def test_a_block_from_outside_counts_by_its_linears_or_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squared(MLP):
         kind = "squared"
@@ -355,6 +372,31 @@ def test_adapters_alone_have_masters_gradients_and_moments() -> None:
     assert two.published == alone.published and alone.in_flight == 0 < two.in_flight < 8 * number
     halves = of(SMALL, "lora.rank=16", "train.master_dtype=bfloat16", "precision=bf16")
     assert halves.masters == 2 * number and halves.published > of(SMALL, "precision=bf16").published - 2 * number
+
+
+def test_frozen_routers_have_no_masters_gradients_or_moments() -> None:
+    """27 layers of Moonlight, of which 26 have a router of 64 x 2,048; what is published stays."""
+    spec, number = SHAPES["moonlight-16b-a3b"], 26 * 64 * 2048
+    settings = ("quant.kv_cache=bf16", "train.optimizer_dtype=float32", "train.offload_optimizer=false")
+    whole, ours = (of(spec, *settings, *more, capacity=1 << 40) for more in ((), ("train.freeze_router=true",)))
+    assert (whole.masters - ours.masters, whole.gradients - ours.gradients) == (4 * number, 4 * number)
+    assert whole.moments - ours.moments == 8 * number and whole.published == ours.published
+    assert whole.copy - ours.copy == 12 * number
+    half = ("train.master_dtype=bfloat16", "train.grad_dtype=bfloat16")
+    whole, ours = (of(spec, *settings, *half, *more, capacity=1 << 40) for more in ((), ("train.freeze_router=true",)))
+    assert ours.published - whole.published == 2 * number == whole.masters - ours.masters, "no copy of a master"
+
+
+def test_the_recipe_of_moonlight_fits_two_gpus_and_one() -> None:
+    """And its head comment says what is predicted."""
+    name, spec = "grpo_moonlight_16b_a3b", SHAPES["moonlight-16b-a3b"]
+    text, narrow = find_recipe(name).read_text().replace("\n# ", " "), "train.master_dtype=bfloat16"
+    two = predict(config_of(recipe=name), spec, 2, H200)
+    one = predict(config_of(narrow, "train.grad_dtype=bfloat16", recipe=name), spec, 1, H200)
+    assert two.fits(H200) and one.fits(H200) and min(two.sequences, one.sequences) >= 128
+    peaks, host = ([round(n / GIB) for n in found] for found in ((two.peak, one.peak), (two.host, one.host)))
+    assert f"Memory: {peaks[0]} GiB of each GPU at the peak, predicted, and {host[0]} GiB of host memory" in text
+    assert f"({peaks[1]} and {host[1]} GiB, predicted)" in text and "neither run nor measured on a GPU yet" in text
 
 
 def test_a_calibrated_clip_holds_the_policy_in_bf16_and_truncation_some_logits() -> None:

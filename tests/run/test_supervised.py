@@ -21,6 +21,8 @@ from jetrl.run.loop import StopRequest, evaluate_once, run
 from jetrl.run.no_engine import NoEngine
 from jetrl.run.prepare import in_steps, prepare
 from jetrl.run.preview import preview
+from jetrl.run.replay.bisect import bisect
+from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build
 from jetrl.run.supervised import held_out_loss
 
@@ -60,6 +62,9 @@ def test_it_learns_and_measures_held_out_answers(tmp_path: Path):
         assert not any(key.startswith(("reward/", "parity/", "response_length/")) for key in row)
     assert (run_dir / "report.html").is_file()
     assert not (run_dir / "replay").exists()
+    for again in (lambda: replay(run_dir, 2, "update"), lambda: bisect(run_dir, tmp_path)):
+        with pytest.raises(UserError, match=r'learned given answers .method = "sft".: nothing was sampled'):
+            again()
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path):

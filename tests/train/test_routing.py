@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
+from tiny import ARCH, numbers, saved, tiny_config, tiny_run, weights_hash
 from torch import Tensor
 
-from jetrl.api import random_model
+from jetrl.api import load_model, random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.settings import EngineSettings
@@ -25,6 +25,7 @@ from jetrl.run.prepare import prepare
 from jetrl.run.setup import build
 from jetrl.run.sft import cache_path
 from jetrl.train.routing import KEYS, check_routing
+from jetrl.train.routing import LOSSES as LOSSES_KEYS
 from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
 EXPERTS: dict[str, Any] = {
@@ -131,9 +132,45 @@ def test_warm_starts_of_other_router_losses_are_other_files(tmp_path: Path) -> N
     assert len(paths) == 2
 
 
+def test_frozen_routers_stay_and_have_nothing_but_their_copies(plain: Path, tmp_path: Path) -> None:
+    """No master, moment or gradient; checkpoints hold them, and so does a run that goes on; the rest learns."""
+    frozen = EXPERTS | {"train.freeze_router": True, "checkpoint.save_interval": 1, "rl.kl_coef": 0.01}
+    run, names = tiny_run(tmp_path / "a", frozen), [f"layers.{i}.mlp.router.weight" for i in range(2)]
+    assert [row[PARITY] for row in numbers(run)[1:]] == [0.0, 0.0]
+    session = build(tiny_config(tmp_path / "a", frozen))
+    assert session.model.frozen() == names
+    states = [saved(run, step) for step in (1, 2)]
+    for state in states:
+        for name in names:
+            kept = state[f"frozen.{name}"]
+            assert torch.equal(kept, session.model.get_submodule(name.removesuffix(".weight")).published)
+            assert kept.dtype == torch.bfloat16 and not any(name in key for key in state if key != f"frozen.{name}")
+    moved = [key for key in states[0] if key.startswith("model.") and not torch.equal(states[0][key], states[1][key])]
+    assert len(moved) == len([key for key in states[0] if key.startswith("model.")])
+    free = saved(plain, 2)
+    assert all(f"model.{name}" in free and f"frozen.{name}" not in free for name in names)
+    again = tiny_run(tmp_path / "b", frozen | {"train.steps": 1})
+    assert tiny_run(tmp_path / "b", frozen | {"checkpoint.resume": "auto"}) == again
+    after = saved(again, 2)
+    assert after.keys() == states[1].keys() and all(torch.equal(after[key], states[1][key]) for key in after)
+    model = load_model(again, device="cpu").model
+    for name in names:
+        assert torch.equal(model.get_submodule(name.removesuffix(".weight")).published, after[f"frozen.{name}"])
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"lora.rank": 4}, "has no effect with lora.rank = 4: adapters alone are trained"),
+    ({"train.router_aux_loss_coef": 0.01}, "together with train.router_aux_loss_coef = 0.01, a loss for routers that"),
+    ({"train.router_z_loss_coef": 0.5}, "together with train.router_z_loss_coef = 0.5, a loss for routers that learn"),
+])  # fmt: skip
+def test_what_does_not_go_with_frozen_routers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"train.freeze_router.*{message}"):
+        tiny_config(tmp_path, EXPERTS | {"train.freeze_router": True} | changes)
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_settings_of_routers_are_refused_for_dense_models(tmp_path: Path, key: str) -> None:
-    config = tiny_config(tmp_path, {f"train.{key}": True if key == "compare_routing" else 0.1})
+    config = tiny_config(tmp_path, {f"train.{key}": 0.1 if key in LOSSES_KEYS else True})
     with pytest.raises(UserError, match=rf"train\.{key} = .* has no effect: the qwen3 model has no experts"):
         check_routing(config.train, spec_from_hf(ARCH | {"vocab_size": 20}))
     with pytest.raises(UserError, match="has no experts"):

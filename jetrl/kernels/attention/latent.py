@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jetrl.errors import UserError
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.update.gradient import Gradient
@@ -25,6 +26,43 @@ class LatentSizes(NamedTuple):
     rope: int
     rank: int
     value: int
+
+
+class Steps(NamedTuple):
+    """Of a GPU's backend: keys of a tile, the least rows of a program where sequences have several tokens, steps on
+    their way with few rows, and the most heads."""
+
+    tile: int
+    rows: int
+    stages: int
+    heads: int
+
+
+STEPS = {"hopper": Steps(64, 64, 1, 64), "hopper_scaled_mm": Steps(64, 64, 1, 64), "triton": Steps(32, 16, 2, 32)}
+LEAST = 16  # the smallest part of a row that the kernels of a GPU take
+
+
+def require_sizes(sizes: LatentSizes, steps: Steps) -> None:
+    """UserError for sizes that the kernels of a GPU do not have."""
+    wrong = [
+        f"{name} = {size}" for name, size in (("kv_lora_rank", sizes.rank), ("qk_rope_head_dim", sizes.rope))
+        if size & (size - 1) or size < LEAST
+    ]
+    if wrong or sizes.heads > steps.heads:
+        raise UserError(
+            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and with these "
+            f"kernels up to {steps.heads} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set "
+            'device = "cpu".'
+        )
+
+
+def require_page(page: int, steps: Steps) -> None:
+    """UserError for pages that the kernels of a GPU do not read."""
+    if page % steps.tile:
+        raise UserError(
+            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {steps.tile} keys. "
+            "Set it to 128."
+        )
 
 
 class Up(NamedTuple):

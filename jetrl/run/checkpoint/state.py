@@ -18,7 +18,7 @@ from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.adapter import write_adapters
-from jetrl.model.master import frozen_values, masters_of, parts_of
+from jetrl.model.master import frozen_parts, frozen_values, masters_of, parts_of
 from jetrl.model.shards import Part
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
@@ -79,12 +79,17 @@ def parts_of_run(session: Session) -> dict[str, Part]:
         prefixed(name, optimizer_parts(optimizer, masters.values()))
         for name, optimizer, masters in learner.optimizers()
     ]
-    parts = prefixed("model", parts_of(learner.model)) | states[0]
+    parts = prefixed("model", parts_of(learner.model)) | prefixed("frozen", _frozen(session)) | states[0]
     if learner.critic is not None:
         parts |= prefixed("critic", parts_of(learner.critic))
     for state in states[1:]:
         parts |= state
     return parts
+
+
+def _frozen(session: Session) -> dict[str, Part]:
+    """What no update changes and yet belongs to a checkpoint: a bias or routers; not the base of adapters."""
+    return {} if session.config.lora.rank is not None else frozen_parts(session.model)
 
 
 def save(session: Session, run_dir: Path) -> None:
@@ -235,11 +240,12 @@ def _is_of(path: Path, run_dir: Path) -> bool:
 
 
 def _read(session: Session, path: Path) -> None:
-    """Masters and optimizer states of this rank from a checkpoint. Collective."""
+    """Masters, frozen values and optimizer states of this rank from a checkpoint. Collective."""
     learner, takes = session.learner, []
+    frozen = {name: part._replace(value=torch.empty_like(part.value)) for name, part in _frozen(session).items()}
 
     def places(stored: store.Stored) -> dict[str, Part]:
-        parts = prefixed("model", parts_of(learner.model))
+        parts = prefixed("model", parts_of(learner.model)) | prefixed("frozen", frozen)
         if learner.critic is not None:
             parts |= prefixed("critic", parts_of(learner.critic))
         for name, optimizer, masters in learner.optimizers():
@@ -251,6 +257,10 @@ def _read(session: Session, path: Path) -> None:
     checkpoint.read(path, places, session.world)
     for take in takes:
         take()
+    learner.model.publish_frozen((name, part.value) for name, part in frozen.items())
+    if learner.critic is not None and learner.critic.body is not None and session.config.lora.rank is None:
+        body = learner.critic.body  # its bias is the policy's
+        body.publish_frozen((name, frozen[name].value) for name in body.frozen())
 
 
 def stop_non_finite(

@@ -43,19 +43,21 @@ WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
 MARGIN = 0.05  # of a predicted update, which must be free too where a cache is to stay: a cache is not worth a crash
+_ROUTER = ".router.weight"
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix [sum(sections), width]; `fp8`: whether training and rollout read it as FP8 codes; `weight_only`: codes
-    are published, and next to them their values, which BF16 GEMMs read."""
+    are published, and next to them their values, which BF16 GEMMs read. `frozen`: nothing else is kept of it."""
 
     name: str
     sections: tuple[int, ...]
     width: int
     fp8: tuple[bool, bool] = (False, False)
     weight_only: bool = False
+    frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -73,7 +75,7 @@ class Sizes:
     @property
     def trained(self) -> tuple[Matrix, ...]:
         """The matrices that are trained."""
-        return self.adapters or self.matrices
+        return self.adapters or tuple(m for m in self.matrices if not m.frozen)
 
     @property
     def total(self) -> int:
@@ -143,7 +145,7 @@ class Memory:
 def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memory:
     """The memory of the rank that holds most, on a GPU of `capacity` bytes; `config` as resolved for a GPU."""
     train, recipe = config.train, recipe_of(config, spec)
-    sizes = sizes_of(spec, recipe)
+    sizes = sizes_of(spec, recipe, train.freeze_router)
     master, grad = _BYTES[train.master_dtype], _BYTES[train.grad_dtype]
     owned = sizes.owned(ranks)
     moments = sum(_moments(n, config) for n in owned)
@@ -178,7 +180,7 @@ def keeps_transposed(config: Config) -> bool:
 
 
 @lru_cache(maxsize=8)
-def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
+def sizes_of(spec: ModelSpec, recipe: Recipe, freeze_router: bool = False) -> Sizes:
     """Every parameter, in the order of the model."""
     linears = {
         f"layers.{layer}.{block}.{role}.weight": (linear, layer, role)
@@ -194,7 +196,9 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
             by_codes = recipe.weight_only(layer) is not None
             matrices.append(Matrix(name, linear.sections, linear.in_size, fp8, by_codes))
         else:
-            matrices.append(Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].flat[1]))
+            frozen = freeze_router and name.endswith(_ROUTER)
+            rows = (sum(piece.shape[0] for piece in pieces),)
+            matrices.append(Matrix(name, rows, pieces[0].flat[1], frozen=frozen))
     adapters = [
         Matrix(name, (sum(piece.shape[0] for piece in pieces),), pieces[0].shape[1])
         for name, pieces in adapter_table(spec, recipe.lora).items()
@@ -209,7 +213,7 @@ def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bo
     alias = master_dtype == "bfloat16" and not sizes.adapters
     total = of_adapters + (0 if alias else 2 * sum(sizes.vectors))
     for m in sizes.matrices:
-        if not all(m.fp8) and not (ranks == 1 and alias and not m.weight_only):
+        if not all(m.fp8) and not (ranks == 1 and alias and not m.weight_only and not m.frozen):
             total += 2 * m.size
         if any(m.fp8) or m.weight_only:
             total += _codes(m) * (2 if m.fp8[0] and transposed else 1)
@@ -261,7 +265,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
     """A reference policy, a teacher, a critic of its own and the BF16 copy of a calibration: bytes on the GPU and on
     the host."""
     train, device, host = config.train, 0, 0
-    sizes = sizes_of(spec, recipe)
+    sizes = sizes_of(spec, recipe, train.freeze_router)
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
     if config.rl.kl_coef > 0 and not sizes.adapters:  # else it is their base
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
@@ -284,7 +288,8 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
 def _critic(spec: ModelSpec, sizes: Sizes) -> Sizes:
     """The parameters of a critic of its own, from the policy's."""
     head = Matrix("head.weight", (1,), spec.hidden_size)
-    return Sizes((*(m for m in sizes.matrices if m.name != "lm_head.weight"), head), sizes.vectors)
+    body = (replace(m, frozen=False) for m in sizes.matrices if m.name != "lm_head.weight")  # a critic trains routers
+    return Sizes((*body, head), sizes.vectors)
 
 
 def copies(config: Config) -> bool:
@@ -304,7 +309,7 @@ def host_moments(config: Config, spec: ModelSpec, ranks: int) -> int:
 
 def _trained(config: Config, spec: ModelSpec, ranks: int) -> list[int]:
     """Elements of each parameter of the policy, and of a critic of its own, that rank 0 owns."""
-    sizes = sizes_of(spec, recipe_of(config, spec))
+    sizes = sizes_of(spec, recipe_of(config, spec), config.train.freeze_router)
     own_critic = config.rl.adv_estimator == "gae" and config.rl.critic != "shared"
     return sizes.owned(ranks) + (_critic(spec, sizes).owned(ranks) if own_critic else [])
 

@@ -24,7 +24,7 @@ from jetrl.kernels.logprob.truncation import Support
 from jetrl.rollout.requests import train_asked
 from jetrl.run.replay import record
 from jetrl.run.replay.record import StepRecord
-from jetrl.run.replay.rerun import Rerun, Say, opened
+from jetrl.run.replay.rerun import Rerun, Say, config_of, opened
 from jetrl.run.setup import Session
 from jetrl.train.step import truncation_of
 from jetrl.types import ForwardBatch, Group, Request, SamplingParams, Segment, Trajectory
@@ -106,6 +106,8 @@ def replay(run_dir: Path, step: int, what: str, say: Say = lambda text: None) ->
     """Compute what `what` names of a step of a run again. UserError where it cannot be."""
     if what not in WHATS:
         raise UserError(f"What to replay is one of {', '.join(WHATS)}, and not {what!r}.")
+    if not record.steps_of(run_dir):
+        config_of(run_dir)  # says so of runs that never keep a step
     one = record.read(run_dir, step)
     if what == "update":
         return _update(run_dir, one, say)

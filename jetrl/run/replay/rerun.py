@@ -55,12 +55,19 @@ class _Quiet:
 
 
 def config_of(run_dir: Path) -> Config:
-    """The config of a run folder, resolved for this machine. UserError where it is no run."""
+    """The config of a run folder, resolved for this machine. UserError where it is no run, or one that samples nothing.
+    """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
     if not (run_dir / CONFIG_FILE).is_file():
         raise UserError(f"{run_dir} has no {CONFIG_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     config = load_config(inside(run_dir, CONFIG_FILE), (), quiet)
+    if config.supervised:
+        raise UserError(
+            f'{run_dir} learned given answers (method = "sft"): nothing was sampled, so there is nothing to replay or '
+            "bisect, and no step was kept. To make its steps again, copy the folder, remove the checkpoints after the "
+            "one to begin with, and continue the copy with --resume: metrics.jsonl and checkpoints get the same bits."
+        )
     # the data may be gone: what is replayed stands in the records
     kept = config.checkpoint.model_copy(update={"allow_changed_data": True, "resume": "never", "background": "auto"})
     place = {"output_dir": str(run_dir.absolute().parent), "checkpoint": kept}

@@ -495,8 +495,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
     kv_cache_tokens: Annotated[int, typer.Option(
         min=0, help="Size of an engine's KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
-    sessions: Annotated[Path | None, typer.Option(
-        help="Record each session in this folder; `jetrl report FOLDER` shows them.", show_default=False)] = None,
+    sessions: Annotated[Path | None, typer.Option(help="Record sessions in this folder; see `jetrl report`.")] = None,
     sessions_mib: Annotated[int, typer.Option(min=1, help="Most space of that record; the oldest go.")] = 256,
     nproc: Annotated[int | None, typer.Option(
         "--nproc", min=1, help="Engines, each with a process, a GPU and all weights (CPUs: any number).")] = None,
@@ -518,12 +517,8 @@ def report(
     target: Annotated[Path | None, typer.Option("--out", help="The HTML file (default: in the first run).")] = None,
 ) -> None:
     """Rebuild the HTML report of a run, or overlay several runs. Of a server's sessions: their page."""
-    from jetrl.report.html import write_report, write_sessions
-    from jetrl.report.sessions import has_sessions
+    from jetrl.report.html import write_report
 
-    if len(runs) == 1 and has_sessions(runs[0]):
-        out.print(f"Written: {write_sessions(runs[0], target or runs[0] / 'report.html')}")
-        return
     default = runs[0] / ("report.html" if len(runs) == 1 else "compare.html")
     out.print(f"Written: {write_report(runs, target or default)}")
 

@@ -323,7 +323,8 @@ def build_model(
 
 
 def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
-    """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing.
+    """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing. (Of a folder in
+    FP8 codes are the same, and scales those of the folder: see `huggingface.fp8`.)
 
     Weights are read, published and dropped one by one; what stays is FP8 codes with scales and the parts in BF16.
     """

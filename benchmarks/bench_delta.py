@@ -1,22 +1,23 @@
-"""Times of Gated DeltaNet's kernels on one GPU: a layer's forward over packed tokens, and a decode step.
+"""Times of Gated DeltaNet's kernels on one GPU: a layer's forward and backward over packed tokens, and a decode step.
 
     python benchmarks/bench_delta.py            # sizes of the 9B model; results/delta.json
     python benchmarks/bench_delta.py --tiny     # without a GPU: the definition at a small size, to see that it runs
 
-Three rounds, cases interleaved; medians and the spread. Decode steps have sequences at all phases of a chunk.
+Three rounds, cases interleaved; medians and the spread. Decode steps have sequences at all phases of a chunk; their
+share is that of the time in which an H200 would read the bytes of the design (46.7 KB a value head and token).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from common import READ_TBPS, RESULTS, write_json
 
+from jetrl.kernels.delta.backward import rule_grads
 from jetrl.kernels.delta.parts import HeadSizes, Parts, empty_state
 from jetrl.types import StateRows
 
@@ -30,6 +31,11 @@ def inputs(count: int, sizes: HeadSizes, device: str) -> tuple[torch.Tensor, ...
     v, g = torch.randn(count, hv, dv, generator=gen), -torch.rand(count, hv, generator=gen)
     beta = torch.rand(count, hv, generator=gen)
     return tuple(t.to(device) for t in (q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta))
+
+
+def floor_ms(batch: int, heads: int) -> float:
+    """Milliseconds of a decode step in one layer, by its bytes alone."""
+    return batch * heads * 46.7e3 / (READ_TBPS * 1e12) * 1e3
 
 
 def timed(run: Callable[[], object], device: str, repeats: int) -> float:
@@ -46,10 +52,10 @@ def timed(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 @torch.no_grad()
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
+    tiny = parser.parse_args(arguments).tiny
     device = "cpu" if tiny else "cuda"
     if tiny:
         from jetrl.kernels.delta.reference import delta_rule
@@ -62,6 +68,7 @@ def main() -> None:
         ends = torch.arange(number + 1, dtype=torch.int32, device=device) * length
         parts = Parts(ends, (length,) * number)
         cases[f"packed {number} x {length}"] = lambda x=x, p=parts: delta_rule(*x, p, None)
+        cases[f"backward {number} x {length}"] = lambda x=x, p=parts: rule_grads(x[2], *x, p)
     for batch in (2,) if tiny else (64, 256):
         x, rows = inputs(batch, sizes, device), torch.arange(2, 2 + batch, device=device)
         kept = empty_state(2 + batch, sizes, torch.bfloat16, device)
@@ -70,15 +77,17 @@ def main() -> None:
         parts = Parts(ends, (1,) * batch, before, StateRows(rows, rows))
         cases[f"decode {batch}"] = lambda x=x, p=parts, kept=kept: delta_rule(*x, p, kept)
     found: dict[str, list[float]] = {name: [] for name in cases}
-    out = Path(__file__).parent / "results" / "delta.json"
     for _ in range(ROUNDS):
         for name, run in cases.items():
             found[name].append(timed(run, device, 3 if tiny else 20))
         if not tiny:
             name = torch.cuda.get_device_name()
-            out.write_text(json.dumps({"gpu": name, "heads": list(sizes), "ms": found}, indent=1) + "\n")
-    for name, times in found.items():
-        print(f"{name:20s} {statistics.median(times):9.3f} ms   {min(times):.3f} to {max(times):.3f}")
+            write_json(RESULTS / "delta.json", {"gpu": name, "heads": list(sizes), "ms": found})
+    for case, times in found.items():
+        middle, share = statistics.median(times), ""
+        if case.startswith("decode") and not tiny:
+            share = f"   {floor_ms(int(case.split()[1]), sizes.value_heads) / middle:.0%} of the bytes' time"
+        print(f"{case:20s} {middle:9.3f} ms   {min(times):.3f} to {max(times):.3f}{share}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +48,12 @@ from jetrl.parity.rows import fingerprint
 from jetrl.phrases import some
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe, recipe_of
+from jetrl.report.console import Output
+from jetrl.report.text import wrapped
 from jetrl.run.engines import EngineContext, eos_ids, paged_engine
 from jetrl.run.prepare import load_spec, model_source
 from jetrl.run.setup import build, build_model, build_published
+from jetrl.serve.address import FrontSettings
 from jetrl.serve.service import About
 from jetrl.train.publish import publish
 from jetrl.types import Completion, FinishReason, ForwardBatch, Request, SamplingParams, VarlenPlan
@@ -281,11 +285,41 @@ def served_model(
     engine = PagedEngine(policy.model, policy.tokenizer, before.flow_digest, settings)
     assert before.weights is not None
     engine.load(before.weights)
-    named = name or (Path(path).resolve().name if hub.on_disk(path, revision) is not None else path)
     about = About(
-        named, policy.tokenizer, spec.vocab_size, spec.max_position, before.flow_digest, before.weights.version, seed
+        name or _served_name(path, revision), policy.tokenizer, spec.vocab_size, spec.max_position, before.flow_digest,
+        before.weights.version, seed,
     )
     return engine, about, policy.formats
+
+
+def _served_name(path: str, revision: str | None) -> str:
+    return Path(path).resolve().name if hub.on_disk(path, revision) is not None else path
+
+
+def serve_model(
+    path: str, name: str, revision: str | None, formats: tuple[str, str, str], sizes: tuple[int, int, int | None],
+    count: int, listener: socket, settings: FrontSettings, console: Console,
+) -> None:
+    """`jetrl serve` with `count` engines. `formats`: precision, device, kv_cache; `sizes`: seed, max_num_seqs,
+    kv_cache_tokens. Several load the one folder that `path` means now, also where a run writes its next checkpoint
+    meanwhile."""
+    from jetrl.serve.server import serve  # needs the extra
+    from jetrl.serve.workers import require_gpus, serve_workers
+
+    def say(about: About, words: str, url: str) -> None:
+        console.print(wrapped(words), style="dim")
+        several = f" with {count} engines" if count > 1 else ""
+        console.print(f"Serving {about.name} at {url}/v1{several} (Ctrl-C ends it)", markup=False)
+
+    if count == 1:
+        engine, about, words = served_model(path, name, *formats, revision, *sizes)
+        serve(engine, about, listener, settings, lambda url: say(about, words, url))
+        return
+    gpus = require_gpus(count, formats[1])
+    folder, name = str(model_folder(path, revision)), name or _served_name(path, revision)
+    build = partial(served_model, folder, name, *formats, None, *sizes)
+    errors = Output(stderr=True, highlight=False, soft_wrap=True)
+    serve_workers(build, count, gpus, listener, settings, say, lambda text: errors.print(f"jetrl: {text}"))
 
 
 def evaluation_config(

@@ -15,7 +15,8 @@ ScaleKind = Literal["fp32", "pow2"]
 CacheKind = Literal["bf16", "fp8"]
 WgradKind = Literal["row", "tile"]
 LoraTarget = Literal[
-    "all", "attention", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    "all", "attention", "mlp", "linear_attention", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
+    "down_proj", "in_proj_qkv", "in_proj_z", "out_proj",
 ]
 
 Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "distill"]

@@ -494,31 +494,21 @@ def serve(
     max_requests: Annotated[int, typer.Option(min=1, help="Open requests; beyond these, clients get 429.")] = 1024,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
     kv_cache_tokens: Annotated[int, typer.Option(
-        min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
-    sessions: Annotated[Path | None, typer.Option(
-        help="Record each session in this folder; `jetrl report FOLDER` shows them.", show_default=False)] = None,
+        min=0, help="Size of an engine's KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
+    sessions: Annotated[Path | None, typer.Option(help="Record sessions in this folder; see `jetrl report`.")] = None,
     sessions_mib: Annotated[int, typer.Option(min=1, help="Most space of that record; the oldest go.")] = 256,
+    nproc: Annotated[int | None, typer.Option(
+        "--nproc", min=1, help="Engines, each with a process, a GPU and all weights (CPUs: any number).")] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, with token ids and the sampler's exact log-probs."""
-    from jetrl.serve.address import FrontSettings, listen, require_extra, require_key
-    from jetrl.serve.session_log import require_folder
+    from jetrl.serve.address import FrontSettings, opened
 
-    require_extra()
-    require_key(host, api_key)
-    if sessions is not None:
-        require_folder(sessions)
-    listener = listen(host, port)  # before the model is loaded: a port that is taken is told at once
-    from jetrl.api import served_model
-    from jetrl.serve.server import serve as run_server
+    settings = FrontSettings(api_key, max_requests, sessions=sessions, sessions_bytes=sessions_mib << 20)
+    listener = opened(host, port, settings)  # before the model is loaded: a port that is taken is told at once
+    from jetrl.api import serve_model
 
-    engine, about, formats = served_model(
-        model, name, precision, device, kv_cache, revision, seed, max_num_seqs, kv_cache_tokens or None
-    )
-    out.print(wrapped(formats), style="dim")
-    limits = FrontSettings(api_key, max_requests, sessions=sessions, sessions_bytes=sessions_mib << 20)
-    run_server(engine, about, listener, limits, lambda url: out.print(
-        f"Serving {about.name} at {url}/v1 (Ctrl-C ends it)", markup=False
-    ))
+    formats, sizes = (precision, device, kv_cache), (seed, max_num_seqs, kv_cache_tokens or None)
+    serve_model(model, name, revision, formats, sizes, nproc or 1, listener, settings, out)
 
 
 @app.command()
@@ -527,12 +517,8 @@ def report(
     target: Annotated[Path | None, typer.Option("--out", help="The HTML file (default: in the first run).")] = None,
 ) -> None:
     """Rebuild the HTML report of a run, or overlay several runs. Of a server's sessions: their page."""
-    from jetrl.report.html import write_report, write_sessions
-    from jetrl.report.sessions import has_sessions
+    from jetrl.report.html import write_report
 
-    if len(runs) == 1 and has_sessions(runs[0]):
-        out.print(f"Written: {write_sessions(runs[0], target or runs[0] / 'report.html')}")
-        return
     default = runs[0] / ("report.html" if len(runs) == 1 else "compare.html")
     out.print(f"Written: {write_report(runs, target or default)}")
 

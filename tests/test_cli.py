@@ -374,7 +374,7 @@ def test_parity_json_and_status(jetrl: Cli, recipe: Path, precision: str, status
     code, out, err = jetrl("parity", recipe, "--precision", precision, "--json", *sizes)
     certificate = json.loads(out)
     assert code == status and certificate["bit_equal"] == (status == 0), err
-    assert [link["link"] for link in certificate["links"]] == ["a", "b", "c", "v", "s"]
+    assert [link["link"] for link in certificate["links"]] == ["a", "b", "c", "v", "s", "w"]
     code, out, _ = jetrl("parity", recipe, "--precision", precision, *sizes)
     assert code == status and ("layers.0.qkv" in out) == (status == 1)
     assert "KV cache bf16" in out and certificate["kv_cache"] == "bf16"

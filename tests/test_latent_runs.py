@@ -101,7 +101,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("changes", "message"), [
     ({"rollout.page_size": 32}, "rollout.page_size = 32: latent attention on a GPU reads pages of whole tiles of 64"),
-    ({"model.arch.kv_lora_rank": 24}, "whose sizes are powers of two, and up to 64 heads; .* kv_lora_rank = 24, 4 he"),
+    ({"model.arch.kv_lora_rank": 24}, "and with these kernels up to 64 heads; .* kv_lora_rank = 24, 4 heads"),
     ({"model.arch.qk_rope_head_dim": 8}, "this model has qk_rope_head_dim = 8, 4 heads. Set device"),
     ({"model.arch.num_attention_heads": 128, "model.arch.num_key_value_heads": 128}, "this model has 128 heads. Set"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import numbers, saved, tiny_config, tiny_run, weights_hash
+from tiny import HYBRID, numbers, saved, tiny_config, tiny_run, weights_hash
 
 from jetrl.config import digest, load_config, to_toml
 from jetrl.config.lora import LoraConfig
@@ -103,6 +103,22 @@ def test_a_checkpoint_is_a_folder_of_adapters(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor(f"{at}A.weight"), held["model.layers.1.attn.qkv.lora.a.weight"].bfloat16())
         assert torch.equal(file.get_tensor(f"{at}B.weight"), held["model.layers.1.attn.qkv.lora.b.weight"].bfloat16())
     assert (base / "config.json").is_file() and (base / "model.safetensors").is_file()
+
+
+def test_a_hybrid_has_adapters_of_its_linear_attention(tmp_path: Path) -> None:
+    """Parity 0, and PEFT's folder names the layers that have them; a model without such projections is refused."""
+    changes = LORA | HYBRID | {"lora.targets": ["linear_attention"], "train.steps": 2}
+    run_dir = tiny_run(tmp_path, changes)
+    assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in numbers(run_dir) if row["step"])
+    folder = run_dir / "checkpoints" / "step_000002" / "model"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["in_proj_qkv", "in_proj_z", "out_proj"]
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        names = sorted(file.keys())
+        moved = file.get_tensor("base_model.model.model.layers.0.linear_attn.out_proj.lora_B.weight")
+    assert len(names) == 6 and all(".layers.0.linear_attn." in name for name in names) and moved.abs().max() > 0
+    with pytest.raises(UserError, match="this qwen3 model has no in_proj_qkv, in_proj_z, out_proj outside of its exp"):
+        tiny_run(tmp_path / "other", LORA | {"lora.targets": ["in_proj_qkv", "in_proj_z", "out_proj"]})
 
 
 def test_another_base_is_refused_at_a_resume(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jetrl.phrases import some
+
 Message = Mapping[str, Any]  # role and content, and what else chat templates read: name, tool_calls, ...
 
 _SCALARS = (str, int, float)  # bool is an int
@@ -23,6 +25,12 @@ def message_of(value: Any, *, padded: bool = False) -> dict[str, Any]:
     message = {k: v for k, v in _plain(value, "", padded).items() if v is not None}
     if message.get("content") is None and message.get("tool_calls"):
         message["content"] = ""
+    if isinstance(parts := message.get("content"), list):
+        kinds = dict.fromkeys(str(part.get("type")) for part in parts if isinstance(part, dict))
+        raise ValueError(
+            f"'content' of a chat message is a list of parts ({some([*kinds]) or 'none with a type'}), and jetrl reads "
+            "text only, no images: give the text alone, as a string"
+        )
     if not all(isinstance(message.get(key), str) for key in ("role", "content")) or not message["role"]:
         raise ValueError("a chat message needs the strings 'role' and 'content'")
     return message

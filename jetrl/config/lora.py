@@ -38,7 +38,8 @@ class LoraConfig(Section):
         Elsewhere("TRL: lora_target_modules; verl, PEFT: target_modules"),
     ] = Field(
         default=("all",), description="Projections with an adapter, by name or by group: attention "
-        "(q, k, v, o), mlp (gate, up, down), all. Those of experts need lora.expert_rank.")
+        "(q, k, v, o), mlp (gate, up, down), linear_attention (in_proj_qkv, in_proj_z, out_proj of Gated DeltaNet), "
+        "all. Those of experts need lora.expert_rank.")
     rslora: Annotated[bool, WITH_RANK, Since("0.2.0", False), Elsewhere("TRL, PEFT: use_rslora")] = Field(
         default=False, description="Scale by alpha / sqrt(rank) instead.")
 

@@ -395,11 +395,11 @@ class Config(Section):
                 key, f"rollout.engine = {toml_literal(rollout.engine)} cannot suspend answers and let them go on with "
                 'other weights; set rollout.engine = "jetrl", or rollout.overcommit = 0', ("rollout.engine",),
             )
-        if self.environment.name == "command":
+        if self.environment.name in ("command", "verifiers"):
             yield Problem(
-                key, 'a program of environment.name = "command" cannot be brought back to where a step is cut: what '
-                "it has done is out of our hands. Set rollout.overcommit = 0, or write the agent as a class with "
-                "reset and step", ("environment.name",),
+                key, f'the programs of environment.name = "{self.environment.name}" cannot be brought back to where a '
+                "step is cut: what they have done is out of our hands. Set rollout.overcommit = 0, or write a class "
+                "with reset and step (docs/OWN_ENVIRONMENT.md)", ("environment.name",),
             )
         if rollout.logprobs == "sampled" and rollout.truncates:
             yield Problem(

@@ -60,8 +60,8 @@ def require_latent(name: str) -> Backend:
     """The backend `name`, if it has kernels for latent attention; UserError else."""
     latent = [op for op in tables()["attention"] if "latent" in op.name]
     return _with(
-        name, latent, 'latent attention (MLA), only hopper and reference (a CPU) can: set device = "cpu", or use a '
-        "model without it"
+        name, latent, 'latent attention (MLA): set kernels = "hopper" or "triton" on a GPU, "reference" on a CPU'
+        ', or use a model without it'
     )
 
 

@@ -8,12 +8,13 @@
     m  (on a GPU) the same with pages that samples share read once = decode without, and training forward
     v  decode with drafts of the next tokens = decode without them, and their log-probs = training forward
     s  a prompt's rows shared by its samples, as `train.share_prompts` packs them = training forward
+    w  sequences suspended, continued under other weights = training forward with the weights that each token names
 
-Several ranks add three links (`ranks.py`). Links d, m and v are in `drawn.py`.
+Several ranks add three links (`ranks.py`). Links d, m and v are in `drawn.py`, w is in `carried.py`.
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
-link a takes the shorter way of passes without gradients. Rows of all links but d, m and v are compared as log-probs of
-all V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
+link a takes the shorter way of passes without gradients. Rows of all links but d, m, v and w are compared as log-probs
+of all V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
 differs at the first differing row is named.
 """
 
@@ -36,6 +37,7 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.engine.state_pool import StatePool, grid_of
 from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.transformer import Transformer
+from jetrl.parity.carried import carried_link
 from jetrl.parity.drawn import draft_link, graph_links
 from jetrl.parity.rows import (
     Comparison,
@@ -100,7 +102,7 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     sequences = random_sequences(model, work)
     graphs = graph_links(model, work) if model.head_weight.is_cuda else ()
     drafts = () if grid_of(model.spec) else (draft_link,)  # states of sequences cannot take a draft back
-    for link in (packed_link, chunked_link, decode_link, *graphs, *drafts, shared_link):
+    for link in (packed_link, chunked_link, decode_link, *graphs, *drafts, shared_link, carried_link):
         progress(link.__doc__ or "")
         with torch.no_grad():
             links.append(link(model, sequences, work))

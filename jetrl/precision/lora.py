@@ -17,7 +17,10 @@ from itertools import accumulate
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-GROUPS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
+LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "out_proj")  # of Gated DeltaNet
+GROUPS = {
+    "all": ATTENTION + MLP + LINEAR_ATTENTION, "attention": ATTENTION, "mlp": MLP, "linear_attention": LINEAR_ATTENTION,
+}
 
 
 @dataclass(frozen=True, slots=True)

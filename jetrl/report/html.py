@@ -26,7 +26,7 @@ from jetrl.report.metrics import metric_of, title_of
 from jetrl.report.recorder import SAMPLES_FILE
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, THROUGHPUT_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
-from jetrl.report.sessions import page_of, read_sessions, tiles
+from jetrl.report.sessions import has_sessions, page_of, read_sessions, tiles
 from jetrl.report.text import duration, parity_note
 from jetrl.untrusted import fresh, inside, text_inside
 
@@ -46,9 +46,11 @@ def write_report(
     """Write the page of these runs to `out`, whole or not at all, and return its path.
 
     `flow_svgs` maps a caption to the SVG text of a precision flow; if it is empty, each run's `flow.svg` is used if it
-    has one. `files` keeps what is known of files of samples for the next call. Raises `UserError` if a folder holds no
-    run.
+    has one. `files` keeps what is known of files of samples for the next call. A folder with the sessions of a server
+    alone has their page. Raises `UserError` if a folder holds no run.
     """
+    if len(run_dirs) == 1 and has_sessions(run_dirs[0]):
+        return write_sessions(run_dirs[0], out)
     runs = load_runs(run_dirs)
     flows = dict(flow_svgs or {}) or _flows_of(runs)
     known = {} if files is None else files

@@ -55,7 +55,7 @@ class Read:
 
 def has_sessions(folder: Path) -> bool:
     """Whether a server has recorded its sessions there."""
-    return any((folder / name).is_file() for name in (SESSIONS_FILE, OLD_FILE))
+    return any((Path(folder) / name).is_file() for name in (SESSIONS_FILE, OLD_FILE))
 
 
 def read_sessions(folder: Path) -> Read:

@@ -16,6 +16,7 @@ from jetrl.tasks.task import sample
 from jetrl.types import Group, Prompt, StepReport, Trajectory
 
 OLD_WEIGHTS = "old weights draw too much"
+DROPPED = "long answers are dropped"
 LEAST_ESS = 0.5  # of `rl/ess`: below, a step learns from fewer than half of its tokens
 
 
@@ -106,4 +107,17 @@ def ess_told(metrics: dict[str, float]) -> str:
         f"rl/ess = {share:.2f}: the importance weights of tokens that older weights drew leave this step as much as "
         f"{share:.0%} of its tokens would say. Lower rl.max_off_policy_steps or rollout.overcommit, or the learning "
         "rate: a sample size that falls comes before a collapse."
+    )
+
+
+def dropped_told(metrics: dict[str, float]) -> str:
+    """What to do where most of what is under way gets too old to be learned from; "" where it does not."""
+    dropped = int(metrics.get("rollout/dropped_stale", 0.0))
+    under_way = dropped + int(metrics.get("rollout/carried", 0.0))
+    if 2 * dropped <= under_way:
+        return ""
+    return (
+        f"rollout/dropped_stale = {dropped}, of {under_way} groups under way: their tokens would get older than "
+        "rl.max_off_policy_steps, so answers as long as theirs are never learned from. Set rl.on_stale = \"wait\", "
+        "raise rl.max_off_policy_steps, or lower rollout.overcommit."
     )

@@ -14,7 +14,7 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
-from jetrl.kernels.attention.latent import require_page
+from jetrl.kernels.attention.latent import STEPS, require_page
 from jetrl.kernels.dispatch import definition
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
@@ -69,7 +69,7 @@ def require_engine(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
         require_rewind(spec)
     if config.rollout.engine == "jetrl" and spec.latent is not None and config.kernels != "reference":
         assert config.rollout.page_size is not None, "resolve() has set it"
-        require_page(config.rollout.page_size)
+        require_page(config.rollout.page_size, STEPS[config.kernels])
     if engine_class(config.rollout.engine) is None and config.rollout.engine == "vllm":
         require_installed()
         if config.device == "cpu":

@@ -10,7 +10,7 @@ from jetrl.rl.own import is_own
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import differs, has_signal, in_loss
 from jetrl.rounding import ROUNDING, all_equal
-from jetrl.run.carried import OLD_WEIGHTS, ess_told
+from jetrl.run.carried import DROPPED, OLD_WEIGHTS, dropped_told, ess_told
 from jetrl.train.noise import noise_told
 from jetrl.types import Group
 
@@ -32,6 +32,8 @@ def hints(
         yield "noise clips tokens", noisy
     if stale := ess_told(metrics):
         yield OLD_WEIGHTS, stale
+    if dropped := dropped_told(metrics):
+        yield DROPPED, dropped
 
 
 def no_signal_in(refill: Refill, config: Config) -> str:

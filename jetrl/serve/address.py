@@ -40,6 +40,17 @@ def require_key(host: str, api_key: str | None) -> None:
         )
 
 
+def opened(host: str, port: int, settings: FrontSettings) -> socket.socket:
+    """The socket of a server, after all that can be refused before a model is loaded."""
+    from jetrl.serve.session_log import require_folder
+
+    require_extra()
+    require_key(host, settings.api_key)
+    if settings.sessions is not None:
+        require_folder(settings.sessions)
+    return listen(host, port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address, or the name localhost, is reached from this machine only."""
     try:

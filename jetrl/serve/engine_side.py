@@ -13,10 +13,10 @@ from typing import Any
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.plan import NewTokens
-from jetrl.engine.scoring import prompt_logprobs
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.serve import pipe
+from jetrl.serve.scoring import prompt_logprobs
 from jetrl.types import Completion, Request, SamplingParams
 
 BEAT = 1.0  # seconds between two signs of life of an idle engine
@@ -115,7 +115,7 @@ def serve_engine(
     side, told = _Side(engine, connection), 0.0
     try:
         while not stop():
-            while connection.poll(0 if engine.has_work or side.scores else beat / 2):
+            while pipe.ready(connection, 0 if engine.has_work or side.scores else beat / 2):
                 side.take(pipe.receive(connection))
             if side.scores:
                 side.score()

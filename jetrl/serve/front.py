@@ -7,10 +7,9 @@ import hmac
 import json
 import signal
 import socket
-import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +24,7 @@ from jetrl.chat.prompts import decoded
 from jetrl.errors import shown
 from jetrl.serve.address import FrontSettings, is_loopback
 from jetrl.serve.counts import Counts
+from jetrl.serve.dealer import SILENCE, Dealer
 from jetrl.serve.http import (
     HANDLERS,
     Answer,
@@ -36,7 +36,7 @@ from jetrl.serve.http import (
     require_json,
     serve_until,
 )
-from jetrl.serve.link import Flight, Link
+from jetrl.serve.link import Flight
 from jetrl.serve.names import Name
 from jetrl.serve.refusal import Refused
 from jetrl.serve.service import About, Choice, Service
@@ -45,15 +45,14 @@ from jetrl.serve.sessions import Session, Sessions
 from jetrl.serve.wire import Ask, chat_ask, completion_ask, generate_ask
 
 _ATTEMPTS = 10_000  # requests whose names another attempt can have
-SILENCE = 30.0  # seconds without a word of the engine after which it is not healthy
 _KINDS = {"chat": ("chatcmpl", chat_ask), "completion": ("cmpl", completion_ask), "generate": ("gen", generate_ask)}
 
 
 class Front:
-    """The endpoints over one model and one link to its engine."""
+    """The endpoints over one model and the links to its engines."""
 
-    def __init__(self, about: About, settings: FrontSettings, link: Link) -> None:
-        self.about, self.settings, self.link = about, settings, link
+    def __init__(self, about: About, settings: FrontSettings, dealer: Dealer) -> None:
+        self.about, self.settings, self.dealer = about, settings, dealer
         self.log = None if settings.sessions is None else SessionLog(settings.sessions, settings.sessions_bytes)
         self.service, self.counts, self.sessions = Service(about, self.log), Counts(), Sessions()
         if self.log is not None:
@@ -221,16 +220,19 @@ class Front:
         return Answer(self.about.to_json())
 
     async def _health(self, request: Request) -> Response:
-        silent = time.monotonic() - self.link.heard
-        well = self.link.alive and silent < SILENCE
-        return Answer({"status": "ok" if well else "engine silent", "silent_s": round(silent, 1)},
-                            200 if well else 503)
+        workers = [
+            {"worker": link.number, "silent_s": round(link.silent, 1),
+             "status": "ended" if not link.alive else "silent" if link.silent >= SILENCE else "ok"}
+            for link in self.dealer.links
+        ]
+        well = [one for one in workers if one["status"] == "ok"]
+        status = "engine silent" if not well else "ok" if len(well) == len(workers) else "degraded"
+        silent = min(link.silent for link in self.dealer.links)
+        return Answer({"status": status, "silent_s": round(silent, 1), "workers": workers}, 200 if well else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        state = self.link.state
-        text = self.counts.text(
-            state["running"], state["waiting"], len(self.link.flights), self.about.weight_version
-        )
+        workers = [(link.alive, link.state, len(link.flights)) for link in self.dealer.links]
+        text = self.counts.text(workers, self.about.weight_version)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
@@ -248,19 +250,20 @@ class _Job:
 
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
-        link, drawn = self.front.link, [choice for choice in self.choices if choice.flight is None]
+        dealer, drawn = self.front.dealer, [choice for choice in self.choices if choice.flight is None]
         try:
-            flights = link.submit([(choice.id, choice.row, choice.sampling) for choice in drawn],
-                                  self.ask.stream, self.wake)
+            flights = dealer.submit([(choice.id, choice.row, choice.sampling) for choice in drawn],
+                                    self.ask.stream, self.wake, self.session)
             for choice, flight in zip(drawn, flights, strict=True):
                 choice.flight = flight
             if self.ask.prompt_logprobs is not None:
-                scores = link.score([choice.row for choice in self.choices], self.ask.prompt_logprobs, self.wake)
+                rows = [choice.row for choice in self.choices]
+                scores = dealer.score(rows, self.ask.prompt_logprobs, self.wake, self.session)
                 for choice, flight in zip(self.choices, scores, strict=True):
                     choice.scores = flight
         except Refused:
             self.front.service.give_back(self.ask, self.session, self.choices)
-            link.leave([choice.flight for choice in drawn if choice.flight is not None], self.wake)
+            dealer.leave([choice.flight for choice in drawn if choice.flight is not None], self.wake)
             raise
         if self.session is not None:
             self.session.open_requests += 1
@@ -328,8 +331,9 @@ class _Job:
         self.answered = True
         if self.session is not None:
             self.front.service.note(self.ask, self.session, self.choices)
-        self.front.counts.prompt_tokens += sum(len(choice.prompt) for choice in self.choices)
-        self.front.counts.drawn_tokens += sum(len(flight.tokens) for flight in self._flights)
+        for choice in self.choices:
+            by = choice.scores or choice.landed  # one that draws nothing has no worker
+            self.front.counts.answered(by.worker, len(choice.prompt), len(choice.landed.tokens))
 
     def end(self) -> None:
         """What is not answered by now will not be. Once."""
@@ -343,7 +347,7 @@ class _Job:
             self.session.open_requests -= 1
         if self.gone is not None:
             self.gone.cancel()
-        self.front.link.leave(self._flights, self.wake)
+        self.front.dealer.leave(self._flights, self.wake)
 
 
 def _name_in(host: str) -> str:
@@ -370,13 +374,16 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + compact_json(data) + b"\n\n"
 
 
-def run_front(listener: socket.socket, connection: Connection, about: About, settings: FrontSettings) -> None:
-    """Serve until the engine's process closes the pipe. What a process of its own runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's process' to answer: it closes the pipe
+def run_front(
+    listener: socket.socket, connections: Sequence[Connection], about: About, settings: FrontSettings
+) -> None:
+    """Serve until the processes of all engines have closed their pipes. What a process of its own runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process' to answer: it ends the engines
 
     async def serve() -> None:
-        link = Link(connection, settings.max_requests)
-        await serve_until(link.gone, Front(about, settings, link).app(), listener, patience=5, timeout_keep_alive=60)
-        link.close()
+        dealer = Dealer(connections, settings.max_requests)
+        app = Front(about, settings, dealer).app()
+        await serve_until(dealer.gone, app, listener, patience=5, timeout_keep_alive=60)
+        dealer.close()
 
     asyncio.run(serve())

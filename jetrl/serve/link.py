@@ -1,6 +1,7 @@
-"""The front's side of the pipe to the engine: requests in flight, what has come of each, and who waits for it.
+"""The front's side of the pipe to one engine: requests in flight, what has come of each, and who waits for it.
 
-Request ids name random streams: two equal ids are one request, and the second asker joins the first.
+Request ids name random streams: two equal ids are one request, and the second asker joins the first. Which engine has
+what is `serve/dealer.py`'s.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from jetrl.serve.names import plain
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
 
+_IDLE = {"running": 0, "waiting": 0}
+
 
 @dataclass(eq=False, slots=True)
 class Flight:
     """A request that the engine has: what was drawn so far, and at the end how it ended.
 
-    `done` is the engine's last word: tokens, logprobs, text, finish, version. `wake`: called at each change.
+    `done` is the engine's last word: tokens, logprobs, text, finish, version. `wake`: called at each change. `worker`:
+    the number of the engine.
     """
 
     id: int
@@ -34,6 +38,7 @@ class Flight:
     done: dict[str, Any] | None = None
     error: Refused | None = None
     wake: list[Callable[[], object]] = field(default_factory=list)
+    worker: int = 0
 
     @property
     def ended(self) -> bool:
@@ -45,58 +50,46 @@ class Flight:
 
 
 class Link:
-    """Sends requests through the pipe and spreads what comes back. Used by one asyncio loop."""
+    """Sends requests through the pipe and spreads what comes back. Used by one asyncio loop.
 
-    def __init__(self, connection: Connection, most: int) -> None:
-        self.connection, self.most = connection, most
+    `name` is the engine's in messages; `cure` what a client can do about its end; `lost` is called then.
+    """
+
+    def __init__(
+        self, connection: Connection, number: int = 0, name: str = "The engine", cure: str = "",
+        lost: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.connection, self.number, self.name, self.cure, self.lost = connection, number, name, cure, lost
         self.flights: dict[int, Flight] = {}
         self._scores = count(-1, -1)  # ids of prompts that are scored; those of answers are positive
-        self.state: dict[str, Any] = {"running": 0, "waiting": 0}  # the engine's last report
+        self.state: dict[str, Any] = _IDLE  # the engine's last report
         self.heard = time.monotonic()
         self.alive = True
-        self.gone = asyncio.Event()
         self._out = pipe.Outbox(connection)
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
-    def submit(
-        self, requests: Iterable[tuple[int, np.ndarray, SamplingParams]], stream: bool, wake: Callable[[], object]
-    ) -> list[Flight]:
-        """Hand requests to the engine, or join those that it has; all or none. Refused (429) where it has too many."""
-        wanted = list(requests)
-        self._require_room(len({id for id, _, _ in wanted if id not in self.flights}))
-        found = []
-        for id, tokens, sampling in wanted:
-            flight = self.flights.get(id)
-            if flight is None:
-                flight = self.flights[id] = Flight(id)
-                self._out.send({
-                    "add": id, "tokens": tokens, "sampling": plain(sampling),
-                    "stream": stream,
-                })
-            flight.wake.append(wake)
-            found.append(flight)
-        return found
+    @property
+    def silent(self) -> float:
+        """Seconds since the engine's last word."""
+        return time.monotonic() - self.heard
 
-    def score(self, prompts: Iterable[np.ndarray], top: int, wake: Callable[[], object]) -> list[Flight]:
-        """Have the log-probs of prompts computed, which are then in `done`. Refused as `submit`."""
-        wanted = list(prompts)
-        self._require_room(len(wanted))
-        found = []
-        for tokens in wanted:
-            flight = Flight(next(self._scores), wake=[wake])
-            self.flights[flight.id] = flight
-            self._out.send({"score": flight.id, "tokens": tokens, "top": top})
-            found.append(flight)
-        return found
+    def ask(
+        self, id: int, tokens: np.ndarray, sampling: SamplingParams, stream: bool, wake: Callable[[], object]
+    ) -> Flight:
+        """Hand a request to the engine, or join it if it is there."""
+        flight = self.flights.get(id)
+        if flight is None:
+            flight = self.flights[id] = Flight(id, worker=self.number)
+            self._out.send({"add": id, "tokens": tokens, "sampling": plain(sampling), "stream": stream})
+        flight.wake.append(wake)
+        return flight
 
-    def _require_room(self, new: int) -> None:
-        if not self.alive:
-            raise Refused("The engine has ended. Start the server again.", 503, code="engine_ended")
-        if len(self.flights) + new > self.most and self.flights:
-            raise Refused(
-                f"The server has {len(self.flights)} requests, and room for {self.most}. Try again later.",
-                429, code="queue_full", retry_after=1,
-            )
+    def score(self, tokens: np.ndarray, top: int, wake: Callable[[], object]) -> Flight:
+        """Have the log-probs of a prompt computed, which are then in `done`."""
+        flight = Flight(next(self._scores), wake=[wake], worker=self.number)
+        self.flights[flight.id] = flight
+        self._out.send({"score": flight.id, "tokens": tokens, "top": top})
+        return flight
 
     def leave(self, flights: Iterable[Flight], wake: Callable[[], object]) -> None:
         """This asker has what it wanted, or has gone. What nobody waits for is cancelled."""
@@ -115,7 +108,7 @@ class Link:
 
     def _read(self) -> None:
         try:
-            while self.connection.poll():
+            while pipe.ready(self.connection):
                 self._take(pipe.receive(self.connection))
         except (EOFError, OSError):
             self._lost()
@@ -123,9 +116,10 @@ class Link:
     def _lost(self) -> None:
         """The engine's process has ended: nobody waits any longer."""
         asyncio.get_running_loop().remove_reader(self.connection.fileno())
-        self.alive = False
-        self._fail(list(self.flights), Refused("The engine has ended before the answer.", 503, code="engine_ended"))
-        self.gone.set()
+        self.alive, self.state = False, _IDLE
+        ended = f"{self.name} has ended before the answer.{self.cure}"
+        self._fail(list(self.flights), Refused(ended, 503, code="engine_ended"))
+        self.lost()
 
     def _fail(self, ids: Iterable[int], error: Refused) -> None:
         for id in ids:

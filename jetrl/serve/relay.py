@@ -83,7 +83,7 @@ class Relay:
 
     def _read(self) -> None:
         try:
-            while self.connection.poll():
+            while pipe.ready(self.connection):
                 message = pipe.receive(self.connection)
                 if "stop" in message:
                     raise EOFError

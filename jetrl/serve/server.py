@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -30,25 +30,37 @@ class Running:
 
 
 @contextmanager
-def running_front(listener: socket.socket, about: About, settings: FrontSettings) -> Iterator[Running]:
-    """The front's process, ended with the block. The socket belongs to it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+def front_process(
+    listener: socket.socket, connections: Sequence[Connection], about: About, settings: FrontSettings
+) -> Iterator[tuple[str, Any]]:
+    """The front's process, and the address where clients go. It ends when the engines' ends of all `connections` are
+    closed, for which it has some seconds at the end of the block. Socket and connections belong to it."""
     host, port = listener.getsockname()[:2]
-    process = context.Process(
-        target=run_front, args=(listener, theirs, about, settings), name="jetrl-serve-front", daemon=True
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_front, args=(listener, list(connections), about, settings), name="jetrl-serve-front", daemon=True
     )
+    process.start()
     try:
-        process.start()
-        theirs.close()
+        for connection in connections:
+            connection.close()
         listener.close()
-        yield Running(f"http://{f'[{host}]' if ':' in host else host}:{port}", ours, process)
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}", process
     finally:
-        ours.close()
         process.join(_PATIENCE)
         if process.is_alive():
             process.terminate()
             process.join(_PATIENCE)
+
+
+@contextmanager
+def running_front(listener: socket.socket, about: About, settings: FrontSettings) -> Iterator[Running]:
+    """The front of an engine in this process, ended with the block. The socket belongs to it."""
+    ours, theirs = multiprocessing.Pipe()
+    with front_process(listener, [theirs], about, settings) as (url, process):
+        try:
+            yield Running(url, ours, process)
+        finally:
+            ours.close()
 
 
 def serve(
@@ -62,4 +74,9 @@ def serve(
         serve_engine(engine, front.connection, stop)
         if not stop():
             front.process.join(_PATIENCE)
-            raise UserError(f"The process of the HTTP server has ended (status {front.process.exitcode}); see above.")
+            raise front_ended(front.process)
+
+
+def front_ended(process: Any) -> UserError:
+    """What the user reads where the front has ended first."""
+    return UserError(f"The process of the HTTP server has ended (status {process.exitcode}); see above.")

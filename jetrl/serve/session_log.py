@@ -8,6 +8,7 @@ server.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, printable
 from jetrl.report.files import disk_errors, line_of, lock
 from jetrl.report.sessions import OLD_FILE, SESSIONS_FILE
 from jetrl.serve.sessions import Session, Turn
@@ -27,8 +28,12 @@ MOST_TEXT = 20_000  # characters of a message, and of a prompt as the policy rea
 
 def require_folder(folder: Path) -> None:
     """UserError where the folder cannot be made, or another server writes it."""
-    with disk_errors(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(f"--sessions {folder}: {error.strerror}. Choose another folder.") from error
     file = lock(folder, "Choose another folder for its sessions.")
     if file >= 0:
         os.close(file)
@@ -104,5 +109,5 @@ class SessionLog:
                 while data:
                     data = data[os.write(self._file, data) :]
         except (OSError, UserError) as error:
-            print(f"Sessions are no longer recorded: {error}", file=sys.stderr, flush=True)
+            print(printable(f"Sessions are no longer recorded: {error}"), file=sys.stderr, flush=True)
             self.close()

@@ -97,6 +97,7 @@ class Session:
         self.reward: float | None = None
         self.used = time.monotonic()
         self.open_requests = 0
+        self.worker: int | None = None  # the engine that has its pages (`serve/dealer.py`)
         self._known: dict[bytes, Turn] = {}  # by what was said up to the turn's end
         self._ids: dict[int, Turn] = {}
         self._numbers: dict[int, int] = {}

@@ -428,6 +428,19 @@ def test_what_the_template_has_opened_of_the_policys_turn(
                        ) == ""
 
 
+@pytest.mark.parametrize(("parts", "kinds"), [
+    ([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}], "image_url, text"),
+    (({"type": "image"},), "image"), ([], "none with a type"),
+])
+def test_images_are_refused_by_name(parts: Any, kinds: str) -> None:
+    with pytest.raises(ValueError) as error:
+        message_of({"role": "user", "content": parts})
+    assert str(error.value) == (
+        f"'content' of a chat message is a list of parts ({kinds}), and jetrl reads text only, no images: give the "
+        "text alone, as a string"
+    )
+
+
 def test_messages_of_tables_lose_their_padding_and_nothing_else() -> None:
     padded = {"role": "assistant", "content": None, "name": None, "tool_calls": [
         {"id": "c", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}

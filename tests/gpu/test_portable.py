@@ -195,6 +195,7 @@ SHAPES = (
 )
 FLOWS = (("bf16", ""), *product(("w8a16", "fp8"), ("bf16", "fp8")))  # precision, and format of the cache
 MODELS = [(shape, *flow) for shape in SHAPES for flow in FLOWS]
+MODELS += [("random:mini-v3", precision, "bf16") for precision in ("bf16", "w8a16", "fp8")]
 
 
 @pytest.mark.parametrize(("model", "precision", "cache"), MODELS, ids=str)

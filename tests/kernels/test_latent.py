@@ -16,6 +16,7 @@ from jetrl.kernels import dispatch
 from jetrl.kernels.attention import latent, latent_reference
 from jetrl.kernels.attention.latent import LatentSizes, Up
 from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.kernels.registry import tables
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.types import PagedPlan, VarlenPlan
 
@@ -133,5 +134,10 @@ def test_gradients_are_those_of_the_expanded_form(shared: bool) -> None:
 def test_a_backend_without_a_certificate_is_refused() -> None:
     with pytest.raises(UserError, match='kernels = "hopper_scaled_mm" cannot compute latent attention'):
         dispatch.require_latent("hopper_scaled_mm")
+    with pytest.raises(UserError, match="up to 32 heads; this model has 64 heads"):
+        latent.require_sizes(LatentSizes(64, 128, 64, 512, 128), latent.STEPS["triton"])
+    latent.require_sizes(LatentSizes(64, 128, 64, 512, 128), latent.STEPS["hopper"])
+    for name in ("hopper", "triton"):
+        assert all(op.module(name) is not None for op in tables()["attention"] if "latent" in op.name)
     assert dispatch.require_latent("reference").latent_attend is latent_reference.latent_attend
     assert latent_reference.latent_attend.__module__.endswith("latent_reference")

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 import triton_attention_cases as attention  # also makes the interpreter's products those of the definition
 import triton_cases as base
 import triton_portable_cases  # noqa: F401  (loops over numbers that a kernel computes)
@@ -42,6 +44,30 @@ def parts_of(lengths: Sequence[int], before: Sequence[int] = (), rows: Any = Non
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE)
     there = torch.tensor(before, dtype=torch.int32, device=DEVICE) if before else None
     return Parts(ends, tuple(lengths), there, rows)
+
+
+@triton.jit
+def _planes_kernel(s_p, high_p, joined_p, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    high, low = td._planes(tl.load(s_p + at))
+    tl.store(high_p + at, high)
+    tl.store(joined_p + at, td._joined(high, low))
+
+
+def plane_cases() -> Iterator[tuple[str, Case]]:
+    def planes() -> None:
+        """Every bit of a state comes back, and what products read is the definition's."""
+        gen = torch.Generator().manual_seed(4)
+        words = torch.randint(-(2**31), 2**31, (4096,), generator=gen, dtype=torch.int64).to(torch.int32)
+        words[:6] = torch.tensor([0, 0x8000, 0x7FFF, 0x3F808000, 0x3F80FFFF, -0x80000000])
+        s = words.view(torch.float32)
+        s = torch.where(s.isfinite(), s, 1.0)
+        high, joined = torch.empty(4096, dtype=torch.bfloat16, device=DEVICE), torch.empty(4096, device=DEVICE)
+        _planes_kernel[(4,)](s.to(DEVICE), high, joined, N=1024)
+        equal("joined", joined.view(torch.int32), s.view(torch.int32))
+        equal("high", high.float().view(torch.int32), reference._high(s, torch.bfloat16).view(torch.int32))
+
+    yield "planes of a state", planes
 
 
 def rule_cases() -> Iterator[tuple[str, Case]]:
@@ -152,7 +178,7 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    return [case for kind in (rule_cases, conv_cases) for case in kind()]
+    return [case for kind in (plane_cases, rule_cases, conv_cases) for case in kind()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The kernels of latent attention (`latent_triton`) against `latent_reference`; run by the interpreter test and a GPU.
+"""The kernels of latent attention (`latent_triton`, and `latent_portable` with other steps) against `latent_reference`;
+run by the interpreter test and a GPU.
 
 Bits are compared among ways to compute a row: alone, packed, in chunks over pages, one query at a time. Against the
 definition of the CPU, whose sums are exact, results are compared up to rounding.
@@ -16,8 +17,8 @@ import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.kernels.attention import latent_portable, latent_triton
 from jetrl.kernels.attention import latent_reference as definition
-from jetrl.kernels.attention import latent_triton as kernels
 from jetrl.kernels.attention.latent import LatentSizes
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.types import PagedPlan, VarlenPlan
@@ -41,8 +42,8 @@ if INTERPRET:
         return interpreter.TensorHandle(found.astype(d.data.dtype), d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = dot
-    kernels.CHUNK = 64
-    kernels._PARTIAL_BYTES = 1 << 16  # several slabs
+    latent_triton.CHUNK = 64
+    latent_triton._PARTIAL_BYTES = 1 << 16  # several slabs
 
 
 def inputs(sizes: LatentSizes, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,28 +65,28 @@ def near(name: str, got: Tensor, want: Tensor) -> None:
     assert error < (1e-5 if INTERPRET else 6e-3), f"{name}: {error}"
 
 
-def absorbed(q: Tensor, w: Tensor, sizes: LatentSizes) -> Tensor:
-    return kernels.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
+def absorbed(kernels: Any, q: Tensor, w: Tensor, sizes: LatentSizes) -> Tensor:
+    return latent_triton.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
 
 
-def products_case(sizes: LatentSizes, tokens: int) -> None:
+def products_case(kernels: Any, sizes: LatentSizes, tokens: int) -> None:
     """Absorb and lift: near the definition, and a token alone as among others."""
     q, _, w = inputs(sizes, (tokens,))
     held, exact = kernels.prepare_latent(w.to(DEVICE), sizes), definition.prepare_latent(w, sizes)
-    got = kernels.latent_absorb(q.to(DEVICE), held, sizes)
+    got = latent_triton.latent_absorb(q.to(DEVICE), held, sizes)
     near("absorb", got, definition.latent_absorb(q, exact, sizes))
     equal("rope", got[..., sizes.rank :], q[..., sizes.nope :])
-    lifted = kernels.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
+    lifted = latent_triton.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
     near("lift", lifted, definition.latent_lift(got[..., : sizes.rank].cpu(), exact, sizes))
     for i in (0, tokens - 1):
-        equal("one", kernels.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
-        one = kernels.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
+        equal("one", latent_triton.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
+        one = latent_triton.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
         equal("one lifted", one, lifted[i : i + 1].cpu())
 
 
-def packed_case(sizes: LatentSizes) -> None:
+def packed_case(kernels: Any, sizes: LatentSizes) -> None:
     q, row, w = inputs(sizes, LENGTHS)
-    q = absorbed(q, w, sizes)
+    q = absorbed(kernels, q, w, sizes)
     out, lse = kernels.latent_attend(q, row.to(DEVICE), plan_of(LENGTHS, DEVICE), SCALE, sizes, True)
     plan = plan_of(LENGTHS, torch.device("cpu"))
     near("packed", out, definition.latent_attend(q.cpu(), row, plan, SCALE, sizes, False)[0])
@@ -106,11 +107,11 @@ def packed_case(sizes: LatentSizes) -> None:
         start += n
 
 
-def shared_case(sizes: LatentSizes) -> None:
+def shared_case(kernels: Any, sizes: LatentSizes) -> None:
     """A stem and two parts: the rows of whole sequences."""
     stem, n = LENGTHS[1], LENGTHS[3]
     q, row, w = inputs(sizes, (stem + n,))
-    q, row = absorbed(q, w, sizes), row.to(DEVICE)
+    q, row = absorbed(kernels, q, w, sizes), row.to(DEVICE)
     whole = kernels.latent_attend(q, row, plan_of((stem + n,), DEVICE), SCALE, sizes, False)[0]
     ends = torch.tensor([0, stem, stem + n, stem + 2 * n], dtype=torch.int32, device=DEVICE)
     plan = varlen_plan(ends, (stem, n, n), (-1, 0, 0))
@@ -119,10 +120,10 @@ def shared_case(sizes: LatentSizes) -> None:
     equal("shared", out, torch.cat((whole, whole[stem:])).cpu())
 
 
-def paged_case(sizes: LatentSizes, chunk: int) -> None:
+def paged_case(kernels: Any, sizes: LatentSizes, chunk: int) -> None:
     """All sequences in steps of up to `chunk` tokens each over scattered pages; those with one token come first."""
     q, row, w = inputs(sizes, LENGTHS)
-    q, row = absorbed(q, w, sizes), row.to(DEVICE)
+    q, row = absorbed(kernels, q, w, sizes), row.to(DEVICE)
     want = kernels.latent_attend(q, row, plan_of(LENGTHS, DEVICE), SCALE, sizes, False)[0].cpu()
     starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     per = -(-max(LENGTHS) // PAGE)
@@ -150,7 +151,7 @@ def paged_case(sizes: LatentSizes, chunk: int) -> None:
             done[i] += counts[i]
 
 
-def refused_case() -> None:
+def refused_case(kernels: Any) -> None:
     for sizes in (LatentSizes(16, 128, 64, 500, 128), LatentSizes(128, 128, 64, 512, 128)):
         try:
             kernels.prepare_latent(torch.zeros(1), sizes)
@@ -166,13 +167,18 @@ def all_cases() -> list[tuple[str, Case]]:
 
 def _cases() -> Iterator[tuple[str, Case]]:
     for name, sizes in SIZES.items():
-        for tokens in (1, 66) if INTERPRET else (1, 64, 150):
-            yield f"products {name} {tokens}", partial(products_case, sizes, tokens)
-        yield f"packed {name}", partial(packed_case, sizes)
-        yield f"shared {name}", partial(shared_case, sizes)
-        for chunk in (40,) if INTERPRET else (7, 64, 300):
-            yield f"paged {name} {chunk}", partial(paged_case, sizes, chunk)
-    yield "refused", refused_case
+        for kernels in (latent_triton, latent_portable):
+            if INTERPRET and kernels is latent_portable and name != "16 heads":
+                continue
+            of = f"{kernels.__name__.rpartition('.')[2]} {name}"
+            for tokens in (1, 66) if INTERPRET else (1, 64, 150):
+                yield f"products {of} {tokens}", partial(products_case, kernels, sizes, tokens)
+            yield f"packed {of}", partial(packed_case, kernels, sizes)
+            yield f"shared {of}", partial(shared_case, kernels, sizes)
+            for chunk in (40,) if INTERPRET else (7, 64, 300):
+                yield f"paged {of} {chunk}", partial(paged_case, kernels, sizes, chunk)
+    for kernels in (latent_triton, latent_portable):
+        yield f"refused {kernels.__name__}", partial(refused_case, kernels)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,12 @@ from torch import Tensor
 
 from jetrl.kernels import launch
 from jetrl.kernels import reference as ref
+from jetrl.kernels.attention import latent_portable as lp
+from jetrl.kernels.attention import latent_reference
 from jetrl.kernels.attention import portable as pa
 from jetrl.kernels.attention import portable_backward as pb
 from jetrl.kernels.attention import reference as attention_reference
+from jetrl.kernels.attention.latent import LatentSizes
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.experts import operands as eo
 from jetrl.kernels.experts import portable as pe
@@ -454,6 +457,41 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
 
 
 def gradient_cases() -> Iterator[tuple[str, Case]]:
+    def latent(stems: tuple[int, ...]) -> None:
+        """Of latent attention, with values smaller and larger than keys."""
+        from jetrl.kernels.dispatch import served_by
+        from jetrl.kernels.registry import load
+
+        for sizes in (LatentSizes(3, 12, 16, 16, 16), LatentSizes(2, 8, 16, 16, 40)):
+            gen, lengths = torch.Generator().manual_seed(sizes.heads), (40, 9, 30)
+            q = torch.randn(sum(lengths), sizes.heads, sizes.nope + sizes.rope, generator=gen).bfloat16()
+            row = torch.randn(sum(lengths), sizes.rank + sizes.rope, generator=gen).bfloat16()
+            w = torch.randn(sizes.heads * (sizes.nope + sizes.value), sizes.rank, generator=gen).mul_(0.3).bfloat16()
+            grad = torch.randn(sum(lengths), sizes.heads * sizes.value, generator=gen).bfloat16()
+            starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+            plan = varlen_plan(starts.to(DEVICE), lengths, stems)
+            operand = latent_reference.prepare_latent(w, sizes)
+            absorbed = latent_reference.latent_absorb(q, operand, sizes)
+            host = varlen_plan(starts, lengths, stems)
+            a, _ = latent_reference.latent_attend(absorbed, row, host, 0.2, sizes, False)
+            out = latent_reference.latent_lift(a, operand, sizes)
+            want = latent_reference.latent_backward(grad, q, row, w, operand, host, 0.2, sizes, out, None)
+            sees = row if host.keys is None else row[host.keys.rows]
+            spans = host.cu_seqlens if host.keys is None else host.keys.cu_seqlens
+            lse = torch.empty(sizes.heads, len(q))
+            for i, n in enumerate(lengths):  # log-sums by float64
+                mine, keys = slice(int(starts[i]), int(starts[i]) + n), sees[int(spans[i]) : int(spans[i + 1])]
+                s = torch.einsum("tnh,kh->ntk", absorbed[mine].double(), keys.double()) * 0.2
+                unseen = torch.ones(s.shape[1:], dtype=torch.bool).triu(len(keys) - n + 1)
+                lse[:, mine] = s.masked_fill(unseen, float("-inf")).logsumexp(-1).float()
+            with served_by(torch.device("cpu"), load("triton")):
+                given = (x.to(DEVICE) for x in (grad, q, row, w))
+                held = lp.prepare_latent(w.to(DEVICE), sizes)
+                got = lp.latent_backward(*given, held, plan, 0.2, sizes, out.to(DEVICE), lse.to(DEVICE))
+            for name, x, y in zip(("dq", "d_row", "d_kv"), got, want, strict=True):
+                error = (x.cpu().float() - y.float()).norm() / y.float().norm()
+                assert error < 0.012, f"{sizes} {name}: relative error {error:.4f}"
+
     def gradients(lengths: list[int], stems: tuple[int, ...], n: int, g: int, h: int) -> None:
         on("wgmma")
         gen = torch.Generator().manual_seed(sum(lengths))
@@ -477,6 +515,10 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
         ([50], (), 2, 1, 136),
     ):
         yield f"gradients of attention {lengths} {stems} {n}/{g} x {h}", partial(gradients, lengths, stems, n, g, h)
+
+
+    for stems in ((), (-1, 0, 0)):
+        yield f"gradients of latent attention {stems}", partial(latent, stems)
 
 
 def all_cases() -> list[tuple[str, Case]]:

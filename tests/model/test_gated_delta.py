@@ -32,6 +32,7 @@ from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.kernels.update.gradient import Gradient, sent_to
 from jetrl.model import gated_attention, gated_delta
 from jetrl.model.master import masters_of
+from jetrl.model.names import adapter_table
 from jetrl.model.rope import rope_tables, rotary_order
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published, published_bytes
@@ -42,6 +43,7 @@ from jetrl.precision.blocks.layouts import GATED_ATTENTION, GATED_DELTA, blocks_
 from jetrl.precision.blocks.states import PerSequence
 from jetrl.precision.flow import build_flow, flow_digest, require_unified
 from jetrl.precision.formats import FP32
+from jetrl.precision.lora import Lora, expanded
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import SHAPES, DeltaSpec, ModelSpec, RopeSpec
@@ -125,7 +127,7 @@ def test_taps_have_the_names_of_the_flow_and_change_no_bit() -> None:
 def test_rollout_equals_training_bit_for_bit(precision: str, more: dict[str, Any]) -> None:
     """Packed, in pieces, decoded with preemption, shared prompts, over the ends of chunks."""
     result = certify(model_of(precision, **more), WORK, "test", lambda text: None)
-    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "s"], result.links
+    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "s", "w"], result.links
 
 
 def test_a_state_that_moves_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +251,30 @@ def test_gradients_repeat_and_a_sink_gets_each_matrix_once(precision: str) -> No
     for name, p in matrices.items():
         assert_bitwise_equal(held[p], plain[name], name)
         assert sum(other is p for other in complete) == 1, name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_adapters_of_every_projection(precision: str) -> None:
+    """They get the gradients that their merged weights give, and training's bits in the rollout."""
+    lora = Lora(2, 4.0, expanded(["all"]))
+    recipe = replace(build_recipe(precision, SPEC.num_layers, head_dim=SPEC.head_dim), lora=lora)
+    model, gen = enlarged(SPEC, recipe, torch.bfloat16), torch.Generator().manual_seed(1)
+    adapters = {name: p for name, p in model.named_parameters() if ".lora." in name}
+    for at in ("0.delta.qkvz", "0.delta.out", "1.attn.qkv", "1.attn.o", "2.mlp.down"):
+        assert {f"layers.{at}.lora.{ab}.weight" for ab in "ab"} <= adapters.keys()
+    assert adapters["layers.0.delta.qkvz.lora.a.weight"].shape == (4, 72)  # qkv and z, each of rank 2
+    with torch.no_grad():
+        for name, p in adapters.items():
+            if name.endswith("b.weight"):
+                p.copy_(torch.randn(p.shape, generator=gen) * 0.1)
+    model.publish()
+    assert certify(model, WORK, "test", lambda text: None).ok
+    found = gradients(model, tokens_of(70))
+    assert found.keys() >= adapters.keys() and all(found[name].abs().max() > 0 for name in adapters)
+    table = adapter_table(SPEC, lora)["layers.2.delta.qkvz.lora.b.weight"]
+    assert [piece.name for piece in table] == [
+        f"model.layers.2.linear_attn.in_proj_{x}.lora_B.weight" for x in ("qkv", "z")
+    ]
 
 
 # ---- parts of it ----------------------------------------------------------------------------------------------------

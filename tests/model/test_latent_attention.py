@@ -66,7 +66,7 @@ def test_rollout_equals_training_bit_for_bit(precision: str, spec: ModelSpec, mo
     """Packed and alone, chunks through pages, decoding with preemption, drafts, shared prompts."""
     result = certify(model_of(precision, spec, **more), WORK, "test", lambda text: None)
     assert result.ok, result.links
-    assert [link.link for link in result.links] == [*"abcvs"]
+    assert [link.link for link in result.links] == [*"abcvsw"]
 
 
 def test_other_roundings_on_one_side_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_taps_have_the_names_of_the_flow() -> None:
 def test_rollout_equals_training_bit_for_bit(precision: str, spec: ModelSpec, more: dict[str, Any]) -> None:
     """Packed against alone, prefill in chunks through pages, decoding with preemption."""
     result = certify(model_of(precision, spec, **more), WORK, "test", lambda text: None)
-    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "v", "s"], result.links
+    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "v", "s", "w"], result.links
 
 
 def test_a_random_shape_has_a_certificate() -> None:

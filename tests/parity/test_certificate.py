@@ -51,10 +51,11 @@ def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certif
 def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
     result = certificate(precision, **options)
     assert result.ok, result.links
-    assert [link.link for link in result.links] == ["a", "b", "c", "v", "s"]
+    assert [link.link for link in result.links] == ["a", "b", "c", "v", "s", "w"]
     assert all(link.max_abs_diff == 0.0 and link.first_difference is None for link in result.links)
     lengths = [link.rows for link in result.links]
     assert lengths[0] == lengths[1] > 40 and min(lengths[2:4]) > 20 and lengths[4] > 45, "they have compared too little"
+    assert lengths[5] == WORK.num_sequences * WORK.new_tokens
     written = json.loads(json.dumps(result.to_json()))
     assert written["bit_equal"] is True
     assert written["kv_cache"] == ("e4m3[1x16,pow2]" if "kv_cache" in options else "bf16")
@@ -88,14 +89,14 @@ def test_a_link_whose_case_did_not_arise_is_not_claimed(monkeypatch: pytest.Monk
     result = certificate("bf16")
     decode = result.links[2]
     assert not result.ok and not decode.tested and decode.first_difference == "no sequence was interrupted"
-    assert [link.link for link in result.links if link.ok] == ["a", "b", "v", "s"]
+    assert [link.link for link in result.links if link.ok] == ["a", "b", "v", "s", "w"]
 
 
 def test_fp8_rollout_differs_and_the_first_operator_is_named() -> None:
     result = certificate("fp8_rollout")
-    packed, chunked, decode, drafted, shared = result.links
+    packed, chunked, decode, drafted, shared, carried = result.links
     assert packed.ok and shared.ok, "training is BF16 in all of links a and e"
-    assert not result.ok and not chunked.ok and not decode.ok and not drafted.ok
+    assert not result.ok and not chunked.ok and not decode.ok and not drafted.ok and not carried.ok
     assert 1e-4 < chunked.max_abs_diff < 5 and chunked.rows_different > chunked.rows / 2
     for link in (chunked, decode):
         assert link.first_difference is not None
@@ -148,8 +149,8 @@ def test_an_error_of_shared_prompts_alone_is_found_by_its_link(
         return replace(batch, plan=replace(batch.plan, keys=replace(keys, rows=changed)))
 
     monkeypatch.setattr(parity, "forward_batch", broken)
-    *others, shared = certificate("fp8").links
-    assert all(link.ok for link in others) and not shared.ok
+    *others, shared, carried = certificate("fp8").links
+    assert all(link.ok for link in (*others, carried)) and not shared.ok
     assert f"first operator that differs is {names}" in str(shared.first_difference), shared.first_difference
 
 
@@ -257,8 +258,9 @@ def test_the_packed_forward_is_the_one_that_is_differentiated(monkeypatch: pytes
         return real(*args) * 1.01
 
     monkeypatch.setattr(linear._FP8Linear, "forward", staticmethod(off))
-    *others, shared = certificate("fp8").links
-    assert not any(link.ok for link in others) and shared.ok, "link s has the learner's functions on both sides"
+    *others, shared, carried = certificate("fp8").links
+    assert not any(link.ok for link in (*others, carried))
+    assert shared.ok, "link s has the learner's functions on both sides"
 
 
 def test_the_link_of_merged_prefixes_asks_for_steps_that_merge() -> None:

@@ -63,7 +63,9 @@ def test_every_family_has_its_layers() -> None:
     hybrid = SHAPES["qwen3.5-0.8b"]
     assert [type(blocks_of(hybrid, i)[0]) for i in range(5)] == [GatedDelta] * 3 + [GatedAttention, GatedDelta]
     assert linears_of(hybrid, 3)["attn", "qkv"].sections == (4096, 512, 512)
-    assert linears_of(hybrid, 0)["delta", "qkvz"] == Linear((6144, 2048), 1024)
+    assert linears_of(hybrid, 0)["delta", "qkvz"] == Linear(
+        (6144, 2048), 1024, projections=("in_proj_qkv", "in_proj_z")
+    )
     gated = SHAPES["qwen3.5-35b-a3b"]
     assert all(type(blocks_of(gated, i)[1]) is GatedMoE for i in range(40))
     assert linears_of(gated, 3)["mlp", "shared_gate_up"] == Linear((512, 512), 2048, projections=into)

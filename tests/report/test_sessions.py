@@ -11,7 +11,7 @@ from browser import ATTACK, drawn, needs_browser, section
 
 from jetrl import UserError
 from jetrl.report import sessions
-from jetrl.report.html import write_sessions
+from jetrl.report.html import write_report, write_sessions
 from jetrl.report.sessions import OLD_FILE, SESSIONS_FILE, has_sessions, page_of, read_sessions, row_of, tiles
 
 
@@ -91,7 +91,7 @@ def test_a_browser_draws_sessions_as_trees(tmp_path: Path) -> None:
         + turn("mine", 1, 0, [["tool", "two"]], "second") + turn("mine", 2, 0, [["user", "no"]], "third")
         + line("mine", reward=0.25)
     )
-    text = drawn(write_sessions(folder, folder / "report.html"), tmp_path)
+    text = drawn(write_report([folder], folder / "report.html"), tmp_path)
     traces = section(text, "traces")
     assert "<img" not in text and ">1 to 2</option>" in traces
     assert traces.count('aria-current="true"') == 1 and "&lt;img src=x" in traces and "2 forks" not in traces

@@ -17,7 +17,7 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.rl.mismatch import SampleSize
 from jetrl.run import gather as gather_module
-from jetrl.run.carried import Carry, ess_told, lags
+from jetrl.run.carried import Carry, dropped_told, ess_told, lags
 from jetrl.run.checkpoint import suspended
 from jetrl.run.loop import run
 from jetrl.run.replay import checks, record
@@ -238,6 +238,14 @@ def test_lags_and_sample_sizes_by_hand() -> None:
     other.add([0.0], [-1e6])  # beyond float64: one weight is all there is
     assert other.share == pytest.approx(0.5)
     assert "rl/ess = 0.40" in ess_told({"rl/ess": 0.4}) and ess_told({"rl/ess": 0.5}) == "" == ess_told({})
+
+
+def test_an_age_limit_that_drops_most_of_what_is_under_way_is_told() -> None:
+    said = dropped_told({"rollout/dropped_stale": 3.0, "rollout/carried": 2.0})
+    assert "rollout/dropped_stale = 3, of 5 groups under way" in said and 'Set rl.on_stale = "wait"' in said
+    for dropped, carried in ((2.0, 2.0), (0.0, 0.0), (0.0, 4.0)):
+        assert not dropped_told({"rollout/dropped_stale": dropped, "rollout/carried": carried})
+    assert not dropped_told({})
 
 
 def test_a_repeat_of_a_step_gives_the_same(tmp_path: Path) -> None:

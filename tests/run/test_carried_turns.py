@@ -148,8 +148,14 @@ def test_what_would_get_too_old_is_dropped_with_its_environment(env: Path, tmp_p
     assert sum(row["rollout/dropped_stale"] for row in rows) > 0
 
 
-def test_a_program_cannot_be_carried_over(env: Path, tmp_path: Path) -> None:
-    with pytest.raises((UserError, ValueError), match='a program of environment.name = "command" cannot be brought'):
-        tiny_config(tmp_path, talking(env, {"environment.name": "command"}))
+@pytest.mark.parametrize("name", ["command", "verifiers"])
+def test_programs_cannot_be_carried_over(name: str, env: Path, tmp_path: Path) -> None:
+    said = f'rollout.overcommit: the programs of environment.name = "{name}" cannot be brought back'
+    with pytest.raises(UserError, match=said) as error:
+        tiny_config(tmp_path, talking(env, {"environment.name": name}))
+    assert len(str(error.value).splitlines()) == 1 and "Set rollout.overcommit = 0" in str(error.value)
+
+
+def test_a_replys_tokens_need_something_to_be_carried(env: Path, tmp_path: Path) -> None:
     with pytest.raises((UserError, ValueError), match="reply_tokens: has no effect while rollout.overcommit"):
         tiny_config(tmp_path, talking(env, {"rollout.overcommit": 0.0, "rl.max_off_policy_steps": 2}))

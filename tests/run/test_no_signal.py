@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jetrl.rl.refill import Refill
-from jetrl.run.no_signal import no_signal_in, without_gradient, without_signal
+from jetrl.run.no_signal import hints, no_signal_in, without_gradient, without_signal
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 RL = {
@@ -19,7 +19,10 @@ RL = {
 
 
 def settings(temperature: float = 1.0, **rl: Any) -> Any:
-    return SimpleNamespace(rl=SimpleNamespace(**RL | rl), rollout=SimpleNamespace(temperature=temperature))
+    return SimpleNamespace(
+        rl=SimpleNamespace(**RL | rl), rollout=SimpleNamespace(temperature=temperature),
+        teacher=SimpleNamespace(top_k=0), supervised=False,
+    )
 
 
 def group(rewards: tuple[float, ...], advantages: tuple[float | tuple[float, ...], ...], same: bool = False) -> Group:
@@ -128,3 +131,13 @@ def test_an_update_that_learns_is_told_nothing() -> None:
     assert without_gradient({"policy/grad_norm": 1e-9, "policy/kl": 0.0}, settings(loss_agg="mine.py:f")) == ""
     some = {"correction/frac_rejected": 0.9, "policy/kl": 0.1, "policy/grad_norm": 1.0}
     assert without_gradient(some, settings()) == ""
+
+
+def test_a_step_tells_of_old_weights_and_of_answers_that_got_too_old() -> None:
+    config = settings()
+    learns = [group((1.0, 0.0), (1.0, -1.0))]
+    metrics = {"rl/ess": 0.3, "rollout/dropped_stale": 3.0, "rollout/carried": 1.0, "policy/grad_norm": 1.0}
+    told = dict(hints(metrics, config, learns, learns))
+    assert set(told) == {"old weights draw too much", "long answers are dropped"}
+    assert "rl/ess = 0.30" in told["old weights draw too much"]
+    assert "3, of 4 groups" in told["long answers are dropped"]

@@ -23,7 +23,8 @@ from jetrl import UserError  # noqa: E402
 from jetrl.report.sessions import read_sessions  # noqa: E402
 from jetrl.serve import pipe  # noqa: E402
 from jetrl.serve.address import FrontSettings, listen  # noqa: E402
-from jetrl.serve.front import SILENCE  # noqa: E402
+from jetrl.serve.dealer import SILENCE  # noqa: E402
+from jetrl.serve.front import _name_in  # noqa: E402
 from jetrl.serve.server import running_front, serve  # noqa: E402
 from jetrl.types import Request, SamplingParams  # noqa: E402
 
@@ -375,6 +376,7 @@ def test_addresses_methods_and_types(server: Served) -> None:
     for host in ("evil.example:80", "evil.example", "127.0.0.1.evil.example", ""):
         status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"host": host})
         assert status == 403 and "Host" in answer["error"]["message"]
+    assert [_name_in(host) for host in ("[::1]:8000", "[::1]", "a:5", "a")] == ["::1", "::1", "a", "a"]
     for host in ("localhost", "127.0.0.2:5", "[::1]:8000"):
         assert call(f"{server.url}/v1/models", None, {"host": host})[0] == 200
 
@@ -488,7 +490,7 @@ def test_log_probs_of_prompts_are_the_learners_in_vllms_form(server: Served, cli
     ({"prompt_logprobs": 0, "session_id": "a"}, "outside of sessions"),
     ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1"),
     ({"prompt_logprobs": 0, "max_tokens": 0, "prompt": [1] * 800}, "The prompt has 800 tokens"),
-], ids=str)
+], ids=["negative", "several", "session", "nothing", "long"])
 def test_prompt_log_probs_that_are_refused(server: Served, changes: dict[str, Any], said: str) -> None:
     status, body = call(f"{server.url}/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1} | changes)
     assert status == 400 and said in body["error"]["message"], body

@@ -60,6 +60,30 @@ def test_what_the_pipe_has_no_room_for_leaves_when_it_has() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_what_is_sent_in_one_turn_of_the_loop_leaves_at_once() -> None:
+    ours, theirs = Pipe()
+
+    async def main() -> None:
+        outbox = pipe.Outbox(ours)
+        assert not pipe.ready(theirs)
+        for i in range(200):
+            outbox.send({"add": i})
+        assert not pipe.ready(theirs)
+        await asyncio.sleep(0)
+        assert pipe.ready(theirs) and [pipe.receive(theirs)["add"] for _ in range(200)] == list(range(200))
+        assert not pipe.ready(theirs, 0.01)
+        outbox.send({"add": 7})
+        outbox.close()  # before it left
+        await asyncio.sleep(0)
+        assert not pipe.ready(theirs)
+
+    asyncio.run(main())
+    ours.close()
+    assert pipe.ready(theirs)  # the end
+    with pytest.raises(EOFError):
+        pipe.receive(theirs)
+
+
 @pytest.mark.parametrize("wrong", [["O", 0, 1], ["i", 0, 9], ["i", -4, 1], ["f", 2, 1]])
 def test_no_object_and_nothing_beyond_the_message_is_read(wrong: list[object]) -> None:
     """A process that was broken into can send what it likes: an error, and no Python object."""

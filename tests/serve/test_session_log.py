@@ -72,7 +72,7 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
     log.close()
     require_folder(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="--sessions .*file: File exists. Choose another folder"):
         require_folder(tmp_path / "file")
 
 

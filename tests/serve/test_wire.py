@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -99,12 +100,34 @@ def test_what_is_refused(data: dict[str, Any], text: str) -> None:
 
 
 def test_counts_are_prometheus_text() -> None:
-    counts = Counts(prompt_tokens=5)
+    counts = Counts()
+    counts.answered(0, 5, 7)
     counts.requests["/v1/x", 200] += 2
-    lines = counts.text(1, 2, 3, 4).splitlines()
+    lines = counts.text([(True, {"running": 1, "waiting": 2}, 3)], 4).splitlines()
     assert 'jetrl_requests_total{endpoint="/v1/x",status="200"} 2' in lines and "jetrl_prompt_tokens_total 5" in lines
+    assert {"jetrl_generated_tokens_total 7", "jetrl_sequences_running 1", "jetrl_sequences_waiting 2",
+            "jetrl_requests_in_flight 3", "jetrl_weight_version 4"} <= set(lines)
     named = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(named) == len(set(named)) and all(any(x.startswith(n) for x in lines) for n in named)
+    assert not any("worker" in line for line in lines)
+
+
+def test_counts_of_several_workers_are_sums_and_each_ones() -> None:
+    counts = Counts()
+    counts.answered(0, 5, 7)
+    counts.answered(2, 1, 2)
+    state = {"running": 1, "waiting": 2}
+    lines = counts.text([(True, state, 3), (False, {"running": 0, "waiting": 0}, 0), (True, state, 1)], 4).splitlines()
+    assert {
+        "jetrl_prompt_tokens_total 6", "jetrl_generated_tokens_total 9", "jetrl_requests_in_flight 4",
+        "jetrl_sequences_running 2", "jetrl_sequences_waiting 4",
+        'jetrl_worker_generated_tokens_total{worker="0"} 7', 'jetrl_worker_generated_tokens_total{worker="1"} 0',
+        'jetrl_worker_prompt_tokens_total{worker="2"} 1', 'jetrl_worker_requests_in_flight{worker="2"} 1',
+        'jetrl_worker_sequences_running{worker="1"} 0', 'jetrl_worker_sequences_waiting{worker="0"} 2',
+        'jetrl_worker_up{worker="0"} 1', 'jetrl_worker_up{worker="1"} 0',
+    } <= set(lines)
+    named = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(named) == len(set(named))
 
 
 def test_addresses_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +153,26 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("jetrl.requirements.installed", lambda name: None)
     with pytest.raises(UserError, match=r'starlette is not installed.*pip install "jetrl\[serve\]"'):
         address.require_extra()
+
+
+@pytest.mark.parametrize("text", [
+    '{"a": [1, -2, 2147483648], "b": 0.1, "c": "\\u00e4", "d": null, "a": true}',
+    '{"seed": 18446744073709551615}', '{"seed": 184467440737095516150000}', '{"t": 1e-320, "u": 1e999, "v": 2.50e+3}',
+    '{"lone": "\\ud800"}', '{"t": 0.30000000000000004, "u": 123456789012345678.5, "v": -0.0}',
+])
+def test_a_quick_reader_reads_what_json_says(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = repr(wire.parse_json(text.encode()))
+    monkeypatch.setattr(wire, "orjson", None)
+    assert quick == repr(wire.parse_json(text.encode())) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("text", [
+    '{"a": NaN}', '{"a": ', "[]", '{"a": "\x01"}', "{'a': 1}", '{"a":' + "[" * 99 + "]" * 99 + "}",
+])
+def test_a_quick_reader_refuses_in_the_same_words(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused) as quick:
+        wire.parse_json(text.encode())
+    monkeypatch.setattr(wire, "orjson", None)
+    with pytest.raises(Refused) as slow:
+        wire.parse_json(text.encode())
+    assert str(quick.value) == str(slow.value)

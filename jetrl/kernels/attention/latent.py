@@ -28,28 +28,40 @@ class LatentSizes(NamedTuple):
     value: int
 
 
-TILE, MAX_HEADS, LEAST = 64, 64, 16  # of the kernels of a GPU: keys of a tile, heads, the smallest part of a row
+class Steps(NamedTuple):
+    """Of a GPU's backend: keys of a tile, the least rows of a program where sequences have several tokens, steps on
+    their way with few rows, and the most heads."""
+
+    tile: int
+    rows: int
+    stages: int
+    heads: int
 
 
-def require_sizes(sizes: LatentSizes) -> None:
+STEPS = {"hopper": Steps(64, 64, 1, 64), "hopper_scaled_mm": Steps(64, 64, 1, 64), "triton": Steps(32, 16, 2, 32)}
+LEAST = 16  # the smallest part of a row that the kernels of a GPU take
+
+
+def require_sizes(sizes: LatentSizes, steps: Steps) -> None:
     """UserError for sizes that the kernels of a GPU do not have."""
     wrong = [
         f"{name} = {size}" for name, size in (("kv_lora_rank", sizes.rank), ("qk_rope_head_dim", sizes.rope))
         if size & (size - 1) or size < LEAST
     ]
-    if wrong or sizes.heads > MAX_HEADS:
+    if wrong or sizes.heads > steps.heads:
         raise UserError(
-            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and up to "
-            f"{MAX_HEADS} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set device = \"cpu\"."
+            f"latent attention on a GPU takes a latent and a shared key whose sizes are powers of two, and with these "
+            f"kernels up to {steps.heads} heads; this model has {', '.join([*wrong, f'{sizes.heads} heads'])}. Set "
+            'device = "cpu".'
         )
 
 
-def require_page(page: int) -> None:
+def require_page(page: int, steps: Steps) -> None:
     """UserError for pages that the kernels of a GPU do not read."""
-    if page % TILE:
+    if page % steps.tile:
         raise UserError(
-            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {TILE} keys. Set it "
-            "to 128."
+            f"rollout.page_size = {page}: latent attention on a GPU reads pages of whole tiles of {steps.tile} keys. "
+            "Set it to 128."
         )
 
 

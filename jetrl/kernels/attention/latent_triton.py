@@ -21,6 +21,7 @@ the latent, and its value has `V`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.attention.latent import TILE, LatentSizes, require_page, require_sizes
+from jetrl.kernels.attention.latent import STEPS, LatentSizes, Steps, require_page, require_sizes
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.launch import LAUNCH, begin
@@ -37,6 +38,9 @@ from jetrl.types import PagedPlan, VarlenPlan
 CHUNK = 1024  # keys
 _PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
 _LOG2E = math.log2(math.e)
+
+
+HOPPER = STEPS["hopper"]
 Operand = Tensor  # kv_b [N * (P + V), L], as it is published: captured steps read its memory
 
 
@@ -169,9 +173,9 @@ def _merge_kernel(
             tl.store(lse + head * all_tokens + token, top * natural + tl.log(total))
 
 
-def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None) -> Operand:
+def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None, steps: Steps = HOPPER) -> Operand:
     """The published matrix itself. UserError for sizes that the kernels do not have."""
-    require_sizes(sizes)
+    require_sizes(sizes, steps)
     assert w.is_contiguous() and w.shape == (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
     return w
 
@@ -211,7 +215,7 @@ def latent_lift(a: Tensor, operand: Operand, sizes: LatentSizes) -> Tensor:
 
 
 def latent_attend(
-    q: Tensor, row: Tensor, plan: VarlenPlan, scale: float, sizes: LatentSizes, need_lse: bool
+    q: Tensor, row: Tensor, plan: VarlenPlan, scale: float, sizes: LatentSizes, need_lse: bool, steps: Steps = HOPPER
 ) -> tuple[Tensor, Tensor | None]:
     """Packed sequences: `q` [T, N, L + R] over the rows [T, L + R] -> [T, N, L], and the log-sum-exp [N, T] FP32."""
     seen = plan if plan.keys is None else plan.keys
@@ -221,18 +225,18 @@ def latent_attend(
     longest, deepest = max(plan.lengths, default=0), max(seen.lengths, default=0)
     _attend(
         q, rows.contiguous(), None, plan.cu_seqlens, seen.cu_seqlens, out, lse, scale, sizes, len(plan.lengths),
-        longest, deepest, 0, 0,
+        longest, deepest, 0, 0, steps,
     )
     return out, lse
 
 
 def latent_attend_cached(
-    q: Tensor, row: Tensor, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes
+    q: Tensor, row: Tensor, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes, steps: Steps = HOPPER
 ) -> Tensor:
     """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
     over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows."""
     page, width = pages.shape[1], row.shape[1]
-    require_page(page)
+    require_page(page, steps)
     assert pages.is_contiguous() and row.stride(1) == 1
     if len(row):
         _write_kernel[(len(row),)](
@@ -248,7 +252,7 @@ def latent_attend_cached(
                 q[first:] if first == single else q[:single], pages, plan.block_table[first:last],
                 plan.cu_seqlens[first : last + 1], plan.kv_lengths[first:last],
                 out[first:] if first == single else out[:single], None, scale, sizes, last - first, longest, deepest,
-                page, first,
+                page, first, steps,
             )
     return out
 
@@ -256,13 +260,15 @@ def latent_attend_cached(
 def _attend(
     q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
     scale: float, sizes: LatentSizes, sequences: int, longest: int, deepest: int, page: int, first: int,
+    steps: Steps,
 ) -> None:
     """`first`: what `queries` says of the first token of `q`."""
     heads, tokens, device = sizes.heads, len(q), q.device
     if not tokens or not longest:
         return
     few = triton.next_power_of_2(max(16, heads))
-    block = few if longest == 1 else max(64, few)
+    block = few if longest == 1 else max(steps.rows, few)
+    warps, stages = (4 if block < steps.tile else 8), (steps.stages if block < 64 else 2)
     per_sequence = triton.cdiv(longest, block // heads)
     chunks = triton.cdiv(deepest, CHUNK)
     slab = tokens if chunks == 1 else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))
@@ -278,8 +284,8 @@ def _attend(
         _rows_kernel[(sequences * per_sequence, chunks)](
             q, rows, queries if table is None else table, queries, keys, out, lse_at, tops, sums, accs,
             scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high, per_sequence, first, tokens,
-            chunks, WHOLE=chunks == 1, R=sizes.rope, ROWS=block, TILE=TILE, PAGE=page, num_warps=4 if block < 64 else 8,
-            num_stages=2 if block >= 64 else 1, **common,
+            chunks, WHOLE=chunks == 1, R=sizes.rope, ROWS=block, TILE=steps.tile, PAGE=page, num_warps=warps,
+            num_stages=stages, **common,
         )
         if chunks > 1:
             _merge_kernel[((high - low) * heads,)](
@@ -295,6 +301,14 @@ def latent_backward(
     """`latent_reference.latent_backward` by FlashAttention-4, deterministic, with `lse` of the forward pass."""
     from jetrl.kernels.attention.flash import attend_backward
 
+    return expanded_backward(attend_backward, grad, q, row, w, plan, scale, sizes, out, lse)
+
+
+def expanded_backward(
+    attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]], grad: Tensor, q: Tensor, row: Tensor, w: Tensor,
+    plan: VarlenPlan, scale: float, sizes: LatentSizes, out: Tensor, lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`latent_backward` by a function that has the gradients of attention with keys and values of their own."""
     n = sizes.heads
     c, shared = row.split((sizes.rank, sizes.rope), -1)
     kv = gemm.bf16_gemm(c.contiguous(), gemm.prepare_bf16(w), q.dtype).view(-1, n, sizes.nope + sizes.value)

@@ -8,7 +8,8 @@ from jetrl.kernels.registry import Op
 
 _attend = partial(Op, reference="attention.reference", hopper="attention.flash", triton="attention.portable")
 _latent = partial(
-    Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None, triton=None
+    Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None,
+    triton="attention.latent_portable",
 )
 
 OPS = (
@@ -22,8 +23,8 @@ OPS = (
     Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),
     Op("qkv_norm_rope_backward", reference="attention.reference", hopper="attention.heads"),
     _latent("prepare_latent"),
-    _latent("latent_absorb"),
-    _latent("latent_lift"),
+    _latent("latent_absorb", triton="attention.latent_triton"),
+    _latent("latent_lift", triton="attention.latent_triton"),
     _latent("latent_attend"),
     _latent("latent_attend_cached"),
     _latent("latent_backward"),

@@ -7,6 +7,10 @@ sums over rows in one order, so they do not depend on where a pass began. Tiles 
 multiplies by `mma.sync`.
 
 Where an accumulator begins is part of the definition: o begins with `gam (q . hi(S))`, S with `exp(G_63) S`.
+
+A head's state lies in its memory as two planes of 16 bits: `hi` (BF16, what products read) of all its elements, then
+the lower halves. So a token reads the first half of the bytes; the second is touched at ends of chunks alone. Zeros are
+zeros in both forms, and rows are copied as they are.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,10 +30,19 @@ _COPIED = 4096  # words of a row that a program copies
 
 
 @triton.jit
-def _high(s):
-    """The upper 16 bits of an FP32 state, rounded, ties away from zero."""
+def _planes(s):
+    """Of an FP32 state the upper 16 bits, rounded, ties away from zero, and the lower ones; both as BF16."""
     bits = s.to(tl.uint32, bitcast=True)
-    return ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    high = ((bits + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return high, (bits & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _joined(high, low):
+    """The FP32 state of its planes: where the lower half rounded the upper one up, that is taken back."""
+    upper = high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    lower = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (upper - ((lower >> 15) << 16) + lower).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -65,7 +78,7 @@ def _rule_kernel(
         before = tl.load(before_p + s)
     at_row = tl.load(row_p + s)
     hv, kv = at_row * HV + h, at_row * HK + hk
-    S_p += hv * (DK * DV)
+    S_p += hv * (2 * DK * DV)
     kc_p += kv * (64 * DK)
     dc_p += hv * (64 * DV)
     G_p += hv * 64
@@ -89,7 +102,7 @@ def _rule_kernel(
         begun = n0 - done  # rows below are of earlier passes
         new_k = (tok + row)[:, None] * (HK * DK) + hk * DK + x[None, :]
         new_v = ((tok + row) * HV + h)[:, None] * DV + y[None, :]
-        hi = _high(tl.load(S_p + x[:, None] * DV + y[None, :]))
+        hi = tl.load(S_p + x[:, None] * DV + y[None, :])
         fresh = (j >= begun) & (j < end)
         ka = tl.load(k_p + (tok + j)[:, None] * (HK * DK) + hk * DK + x[None, :], mask=fresh[:, None], other=0.0)
         if BEGUN:
@@ -143,9 +156,11 @@ def _rule_kernel(
                 yb = y0 + tl.arange(0, BV)
                 da = tl.load(dc_p + j[:, None] * DV + yb[None, :])
                 U = (e[:, None] * da.to(tl.float32)).to(tl.bfloat16)
-                S = tl.load(S_p + x[:, None] * DV + yb[None, :])
-                S = tl.dot(tl.trans(ka), U, tl.exp(run) * S)
-                tl.store(S_p + x[:, None] * DV + yb[None, :], S)
+                at = S_p + x[:, None] * DV + yb[None, :]
+                S = _joined(tl.load(at), tl.load(at + DK * DV))
+                high, low = _planes(tl.dot(tl.trans(ka), U, tl.exp(run) * S))
+                tl.store(at, high)
+                tl.store(at + DK * DV, low)
         done += n
 
 
@@ -197,9 +212,9 @@ def delta_rule(
     lower = torch.empty(count * sizes.value_heads * 512, dtype=torch.float32, device=v.device)
     tiles = torch.empty(count * sizes.value_heads * 512, dtype=torch.bfloat16, device=v.device)
     _rule_kernel[(sizes.value_heads, count)](
-        q, k, v, g, beta, out, parts.cu_seqlens, before, rows, *held, lower, tiles, sizes.key_dim**-0.5,
-        sizes.key_heads, sizes.value_heads, DK=sizes.key_dim, DV=sizes.value_dim, BV=min(_COLUMNS, sizes.value_dim),
-        BEGUN=kept is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        q, k, v, g, beta, out, parts.cu_seqlens, before, rows, held.state.view(v.dtype), *held[1:], lower, tiles,
+        sizes.key_dim**-0.5, sizes.key_heads, sizes.value_heads, DK=sizes.key_dim, DV=sizes.value_dim,
+        BV=min(_COLUMNS, sizes.value_dim), BEGUN=kept is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
     )
     if kept is not None:
         _keep_kernel[(sizes.key_heads, count)](

@@ -52,8 +52,10 @@ class GatedDelta(Block):
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         d = _delta(spec)
         return {
-            "qkvz": Linear((d.conv_channels, d.value_size), spec.hidden_size),  # no adapters yet: no `projections`
-            "out": Linear((spec.hidden_size,), d.value_size, writes_residual=True),
+            "qkvz": Linear(
+                (d.conv_channels, d.value_size), spec.hidden_size, projections=("in_proj_qkv", "in_proj_z")
+            ),
+            "out": Linear((spec.hidden_size,), d.value_size, writes_residual=True, projections=("out_proj",)),
         }
 
     def states(self, spec: ModelSpec, kv_cache: Format) -> Mapping[str, State]:

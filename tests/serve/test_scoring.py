@@ -9,7 +9,7 @@ import torch
 from serving import small_model
 
 from jetrl.api import load_model
-from jetrl.engine.scoring import prompt_logprobs
+from jetrl.serve.scoring import prompt_logprobs
 
 
 def test_prompts_have_the_learners_log_probs_in_any_batch(tmp_path: Path) -> None:

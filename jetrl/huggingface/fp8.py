@@ -167,6 +167,5 @@ def refuse_second_export(folder: Path, config: Mapping[str, Any]) -> None:
     """UserError for a folder that is FP8 already and is to be exported as such."""
     if config.get("quantization_config"):
         raise UserError(
-            f"{folder} is FP8 already (quantization_config in its config.json). Copy it, or export it in BF16, without "
-            "--fp8."
+            f"{folder} is FP8 already (quantization_config in its config.json). Copy it, or export it in BF16."
         )

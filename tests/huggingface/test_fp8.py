@@ -232,7 +232,7 @@ def test_an_export_in_fp8_is_a_model_to_begin_with(tmp_path: Path) -> None:
         theirs = published(model)[name]
         assert torch.equal(tensor.values.float(), theirs.values.float()), name
         assert tensor.scales is None or torch.equal(tensor.scales, theirs.scales), name
-    with pytest.raises(UserError, match="is FP8 already .* or export it in BF16, without --fp8"):
+    with pytest.raises(UserError, match="is FP8 already .* Copy it, or export it in BF16"):
         export(folder, tmp_path / "again", fp8=True, recipe=recipe)
     plain = load_file(export(folder, tmp_path / "bf16", fp8=False) / hf.SINGLE)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -23,6 +23,7 @@ from jetrl.environments.retry import score_answer
 from jetrl.environments.spoken import Spoken
 from jetrl.environments.worker import ConversationFailed, Worker, Workers, give_up, result_of
 from jetrl.errors import UserError, shorten
+from jetrl.parallel.launch import outside
 from jetrl.rewards.function import RewardFunction
 from jetrl.serve.gateway import MODEL
 from jetrl.untrusted import json_value
@@ -69,7 +70,7 @@ class Command(Spoken):
             task.seek(0)
             try:
                 self.process = subprocess.Popen(
-                    self.words, stdin=task, stdout=self.output, stderr=self.errors, env=os.environ | given,
+                    self.words, stdin=task, stdout=self.output, stderr=self.errors, env=outside() | given,
                     start_new_session=True,
                 )
             except OSError as error:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.parallel.launch import outside
 from jetrl.untrusted import json_value
 
 _SHOWN = 2000  # bytes of its errors
@@ -40,7 +41,7 @@ class Worker:
         try:
             self._process = subprocess.Popen(
                 list(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                start_new_session=True, env=os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True, env=outside() | {"PATH": path, "PYTHONUNBUFFERED": "1"},
             )
         except OSError as error:
             raise UserError(f"environment.params.command: {words[0]} cannot be started: {error}.") from error

@@ -35,12 +35,23 @@ LIMIT = 600.0  # seconds that a collective may wait for a rank
 START_LIMIT = 300.0  # seconds for all ranks to arrive
 SPAWNED = "JETRL_SPAWNED"  # the folder in which ranks of `spawn` leave their process ids
 LAUNCHER = "JETRL_LAUNCHER"  # the process of `spawn`
+_OF_RANKS = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SPAWNED, LAUNCHER,
+}
+_ELASTIC = "TORCHELASTIC_"
 _HELD: dict[str, object] = {}  # the watch, and the store where this process serves it
 
 
 def is_rank() -> bool:
     """Whether this process is one of several: torchrun, `spawn` (also of one) or a cluster's launcher has said so."""
     return "RANK" in os.environ and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or SPAWNED in os.environ)
+
+
+def outside() -> dict[str, str]:
+    """This process's environment for programs that it starts: without what says that it is a rank, so that they are
+    none, whatever library of ranks they use."""
+    return {name: value for name, value in os.environ.items() if not (name in _OF_RANKS or name.startswith(_ELASTIC))}
 
 
 def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = START_LIMIT) -> World:

@@ -490,7 +490,7 @@ def test_log_probs_of_prompts_are_the_learners_in_vllms_form(server: Served, cli
     ({"prompt_logprobs": 0, "session_id": "a"}, "outside of sessions"),
     ({"max_tokens": 0}, "max_tokens = 0: must be a whole number from 1"),
     ({"prompt_logprobs": 0, "max_tokens": 0, "prompt": [1] * 800}, "The prompt has 800 tokens"),
-], ids=str)
+], ids=["negative", "several", "session", "nothing", "long"])
 def test_prompt_log_probs_that_are_refused(server: Served, changes: dict[str, Any], said: str) -> None:
     status, body = call(f"{server.url}/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1} | changes)
     assert status == 400 and said in body["error"]["message"], body

@@ -52,8 +52,8 @@ class DeltaState(NamedTuple):
     """What sequences keep of the delta rule in one layer, by row of the pool; of `BLOCK` rows only the running block.
 
     `state` is S at the start of the running chunk; on a GPU it is two planes of 16 bits (`triton.py`). `keys`,
-    `updates` (d) and `sums` (G) are the chunk's rows so far, `errors` (X) and `inverse` (T) those of the running block: with them
-    no earlier row is computed again.
+    `updates` (d) and `sums` (G) are the chunk's rows so far, `errors` (X) and `inverse` (T) those of the running block:
+    with them no earlier row is computed again.
     """
 
     state: Tensor  # [rows, Hv, dk, dv] FP32

@@ -37,7 +37,7 @@ LENGTHS = (1024, 8192)  # of answers, at most
 CARDS = {
     "24 GB, `fp8`: RTX 4090, L4": (23.5, "fp8"), "24 GB, `w8a16`: RTX 3090": (23.5, "w8a16"),
     "40 GB, `w8a16`: A100": (39.4, "w8a16"), "48 GB, `fp8`: L40S": (44.4, "fp8"),
-    "48 GB, `w8a16`: A40": (44.4, "w8a16"),
+    "48 GB, `w8a16`: A40": (44.4, "w8a16"), "80 GB, `w8a16`: A100": (79.2, "w8a16"),
 }
 CARD_MODELS = {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B"}
 
@@ -89,7 +89,7 @@ def tables() -> str:
 def cards() -> list[str]:
     """The lines on cards with less memory: whole weights, and adapters, with answers of up to 1,024 tokens."""
     lines = [
-        "### One card of 24 to 48 GB\n",
+        "### One card of 24 to 80 GB\n",
         "`kernels = \"auto\"` takes the portable kernels there ([INSTALL.md](INSTALL.md)); answers have up to\n"
         "1,024 tokens.\n",
         "| card | model | whole weights: also set | GiB | adapters (`lora.rank=32`): also set | GiB |",

@@ -47,8 +47,9 @@ class Table:
         self.count += n
         return self.dealer.submit(asked, False, wake, session)
 
-    def got(self, worker: int) -> list[dict[str, Any]]:
+    async def got(self, worker: int) -> list[dict[str, Any]]:
         """What an engine was sent since the last call."""
+        await asyncio.sleep(0)  # what is sent in one turn of the loop leaves at its end
         found = []
         while self.engines[worker].poll():
             found.append(pipe.receive(self.engines[worker]))
@@ -92,7 +93,7 @@ def test_a_session_begins_where_the_fewest_requests_are_and_stays() -> None:
         assert table.ask(row(9), sessions[2])[0].worker == 2
         assert table.ask(row(9), Session("new"))[0].worker == 0
         assert table.ask(row(9), sessions[0], n=3)[0].worker == 0
-        assert [len(table.got(worker)) for worker in range(3)] == [6, 2, 2]
+        assert [len(await table.got(worker)) for worker in range(3)] == [6, 2, 2]
 
     dealt(3, play)
 
@@ -119,9 +120,9 @@ def test_answers_to_one_prompt_stay_together_and_prompts_are_spread() -> None:
         assert [flight.id for flight in flights] == [id for id, _, _ in asked]
         assert workers(flights) == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
         scored = table.dealer.score(rows, 2, nothing)
-        assert workers(scored) == [0, 1, 0, 1] and [one["top"] for one in table.got(1)[-2:]] == [2, 2]
+        assert workers(scored) == [0, 1, 0, 1] and [one["top"] for one in (await table.got(1))[-2:]] == [2, 2]
         table.dealer.leave(scored, nothing)
-        assert table.got(1) == [{"cancel": [scored[1].id, scored[3].id]}] and table.dealer.num_open == 12
+        assert await table.got(1) == [{"cancel": [scored[1].id, scored[3].id]}] and table.dealer.num_open == 12
         session = Session("s")
         (one,) = table.dealer.score(rows[:1], 0, nothing, session)
         assert session.worker == one.worker == table.ask(row(1), session)[0].worker
@@ -160,11 +161,11 @@ def test_equal_ids_are_one_request_wherever_it_is() -> None:
         table.ask(row(3), n=4)
         again = table.dealer.submit([(first.id, row(1), PARAMS)], False, print)
         assert again == [first] and first.wake == [nothing, print]
-        assert [len(table.got(worker)) for worker in range(2)] == [5, 1]
+        assert [len(await table.got(worker)) for worker in range(2)] == [5, 1]
         table.dealer.leave([first], nothing)
-        assert not table.got(0)
+        assert not await table.got(0)
         table.dealer.leave([first], print)
-        assert table.got(0) == [{"cancel": [first.id]}] and table.dealer.num_open == 5
+        assert await table.got(0) == [{"cancel": [first.id]}] and table.dealer.num_open == 5
 
     dealt(2, play)
 
@@ -176,7 +177,7 @@ def test_a_full_server_takes_all_or_none() -> None:
         with pytest.raises(Refused, match="3 requests, and room for 4") as full:
             table.ask(row(2), session, n=2)
         assert full.value.status == 429 and full.value.retry_after == 1 and table.dealer.num_open == 3
-        assert session.worker is None and not table.got(1)
+        assert session.worker is None and not await table.got(1)
         assert table.ask(row(2), session)[0].worker == 1
 
     dealt(2, play, most=4)

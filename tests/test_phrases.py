@@ -38,6 +38,7 @@ ELSEWHERE = {
     "parity/rows.py": {"--new-tokens", "--sequences"},
     "parity/depth.py": {"--beside", "--depth", "--kv-cache", "--turns"},  # `jetrl parity --depth` alone
     "parity/depth_command.py": {"--svg"},
+    "serve/session_log.py": {"--sessions"},  # the option itself
     "run/replay/command.py": {"--json", "--trust"},  # the options themselves
     "run/fit/advice.py": {"--gpu"},  # the options themselves
 }

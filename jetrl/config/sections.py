@@ -399,7 +399,7 @@ class Config(Section):
             yield Problem(
                 key, f'the programs of environment.name = "{self.environment.name}" cannot be brought back to where a '
                 "step is cut: what they have done is out of our hands. Set rollout.overcommit = 0, or write a class "
-                "with reset and step (docs/OWN_ENVIRONMENT.md)", ("environment.name",),
+                "with reset and step", ("environment.name",),
             )
         if rollout.logprobs == "sampled" and rollout.truncates:
             yield Problem(

@@ -20,6 +20,7 @@ from typing import Any
 from jetrl.config import Config
 from jetrl.config.keys import value_of
 from jetrl.config.paths import absolute_paths, holding
+from jetrl.config.teacher import SERVER_KEY
 from jetrl.config.toml import split_override
 from jetrl.errors import UserError
 
@@ -31,7 +32,7 @@ BUILT_IN = frozenset({
 })
 _PARAMS = ("task.params", "environment.params")  # arguments of code, which may name more of it
 _NAMES_CODE = re.compile(r"[^\s:]+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_COMMAND, _VERIFIERS = "environment.params.command", "environment.params.env"
+_COMMAND, _VERIFIERS, _SERVERS = "environment.params.command", "environment.params.env", "teacher.path"
 _KEPT = 1000  # notes
 
 
@@ -50,6 +51,8 @@ def code_of(config: Config) -> list[Named]:
         found += [Named(key, name) for name in _texts(value_of(config, key)) if _NAMES_CODE.fullmatch(name)]
     if config.environment.name == "command":  # a program of any kind
         found.append(Named(_COMMAND, str(config.environment.params.get("command"))))
+    if os.environ.get(SERVER_KEY):  # a secret, of which the folder decides who gets it
+        found += [Named(_SERVERS, f"{url} (gets the key in {SERVER_KEY})") for url in config.teacher.servers]
     if config.environment.name == "verifiers":  # a package, or a module of this folder
         found.append(Named(_VERIFIERS, json.dumps(config.environment.params.get("env"), default=str)))
     return [one for one in found if one.name not in BUILT_IN]
@@ -102,7 +105,7 @@ def _note(config: Config) -> Path:
     """The file that says that the code of a config was run: named by where the code lies, and by its arguments."""
     here = (_COMMAND, _VERIFIERS)  # these run in this folder
     code = [
-        [one.key, one.name, os.getcwd() if one.key in here else _origin(one.name)]
+        [one.key, one.name, os.getcwd() if one.key in here else "" if one.key == _SERVERS else _origin(one.name)]
         for one in code_of(absolute_paths(config))
     ]
     held = json.dumps([code, [value_of(config, key) for key in _PARAMS]], sort_keys=True, default=str)

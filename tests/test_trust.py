@@ -188,3 +188,18 @@ def test_evaluating_a_run_of_ones_own_asks_nothing(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "made", {"train.steps": 2})
     status, told = evaluate(run)
     assert status == 0 and "held-out problems" in told, told
+
+
+def test_a_folder_does_not_decide_alone_who_gets_the_key_of_a_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_with(
+        tmp_path, task__reward="jetrl.rewards.text:last_integer", rl__algo="distill", teacher__path="http://127.0.0.1:9"
+    )
+    assert not trust.code_of(config)
+    monkeypatch.setenv("JETRL_TEACHER_KEY", "secret")
+    asked = r"(?s)teacher.path = http://127.0.0.1:9 .gets the key in JETRL_TEACHER_KEY.*--trust"
+    with pytest.raises(UserError, match=asked):
+        trust.require("runs/x", config, [], False, None)
+    trust.remember(config)
+    assert not trust.require("runs/x", config, [], False, None)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WITH_COLUMN = NoEffectWhile("teacher.column", (None,))
 WITH_PATH = NoEffectWhile("teacher.path", (None,))
+SERVER_KEY = "JETRL_TEACHER_KEY"  # environment variable: teachers' servers get it as `Authorization: Bearer KEY`
 
 
 def is_url(path: str | None) -> bool:
@@ -97,6 +98,8 @@ class TeacherConfig(Section):
             return
         if not self.values:
             yield "teacher.column: needs teacher.values and teacher.paths, which say whose rows are whose"
+        if "" in self.values:
+            yield 'teacher.values: "" names no rows: all other rows are those of teacher.path'
         if len(set(self.values)) < len(self.values):
             yield f"teacher.values: names a value twice: {toml_literal(self.values)}"
         if len(self.values) != len(self.paths):

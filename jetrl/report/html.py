@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from jetrl.errors import UserError
 from jetrl.report.metrics import metric_of, title_of
-from jetrl.report.recorder import SAMPLES_FILE
+from jetrl.report.recorder import METRICS_FILE, SAMPLES_FILE
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, THROUGHPUT_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
 from jetrl.report.sessions import has_sessions, page_of, read_sessions, tiles
@@ -49,7 +49,7 @@ def write_report(
     has one. `files` keeps what is known of files of samples for the next call. A folder with the sessions of a server
     alone has their page. Raises `UserError` if a folder holds no run.
     """
-    if len(run_dirs) == 1 and has_sessions(run_dirs[0]):
+    if len(run_dirs) == 1 and has_sessions(run_dirs[0]) and not (run_dirs[0] / METRICS_FILE).exists():
         return write_sessions(run_dirs[0], out)
     runs = load_runs(run_dirs)
     flows = dict(flow_svgs or {}) or _flows_of(runs)

@@ -1,8 +1,8 @@
 """Given answers beside the policy's own, of a distillation with `teacher.given_fraction`: which rows, and their place
 in the updates.
 
-They are in micro-batches of their own, behind the others of an update, and count in its denominators. Their only term
-is the KL to the teacher.
+They are in micro-batches of their own, behind the others of an update, and count in its denominators. Their terms
+are the KL to the teacher and, where they are on, those of entropy and routers.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ def with_given(session: Session, groups: Sequence[Group], batches: Sequence[Pack
 
 
 def check_mixed(config: Config, task: Task, prompts: Sequence[Prompt], answers: GivenAnswers) -> None:
-    """UserError if a row has no answer that could be given, or one of the first step cannot be encoded or is too
-    long."""
+    """UserError if a row has no answer that could be given, or one that cannot be encoded or is too long."""
     rows = task.training_problems() if isinstance(task, FileTask) else ()
     for problem in chain(rows, (prompt.problem for prompt in prompts)):
         if problem.solution is None:
@@ -93,5 +92,4 @@ def check_mixed(config: Config, task: Task, prompts: Sequence[Prompt], answers: 
                 "could be given. Rows need a column solution (a text, or chat messages), or a task worked solutions; "
                 "or set teacher.given_fraction = 0."
             )
-    for prompt in divided(prompts, config)[1]:
-        answers.trajectory(prompt.problem)
+        answers.trajectory(problem)

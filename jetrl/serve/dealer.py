@@ -49,12 +49,14 @@ class Dealer:
         return sum(len(link.flights) for link in self.links)
 
     def submit(
-        self, requests: Iterable[_Asked], stream: bool, wake: Callable[[], object], session: Session | None = None
+        self, requests: Iterable[_Asked], stream: bool, wake: Callable[[], object], session: Session | None = None,
+        beside: int = 0,
     ) -> list[Flight]:
         """Hand requests to engines, or join those that they have; all or none. Refused: 429 where there are too many,
-        503 where no worker is left."""
+        503 where no worker is left. `beside`: as many prompts are handed to `score` next, for which there is room
+        then."""
         wanted = list(requests)
-        self._require_room(len({id for id, _, _ in wanted if self._having(id) is None}))
+        self._require_room(len({id for id, _, _ in wanted if self._having(id) is None}) + beside)
         found = []
         for _, group in groupby(wanted, lambda one: id(one[1])):  # all answers to one prompt: its pages are shared
             asked = list(group)
@@ -66,8 +68,7 @@ class Dealer:
     def score(
         self, prompts: Sequence[np.ndarray], top: int, wake: Callable[[], object], session: Session | None = None
     ) -> list[Flight]:
-        """Have the log-probs of prompts computed, each on one worker. Refused as `submit`."""
-        self._require_room(len(prompts))
+        """Have the log-probs of prompts computed, each on one worker, after `submit` has made room."""
         return [
             (self._of_session(session) if session is not None else self.links[self._begin()]).score(row, top, wake)
             for row in prompts

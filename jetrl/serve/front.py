@@ -251,9 +251,10 @@ class _Job:
     def begin(self, request: Request) -> None:
         """Ask the engine. From now on a client that leaves is noticed."""
         dealer, drawn = self.front.dealer, [choice for choice in self.choices if choice.flight is None]
+        scored = 0 if self.ask.prompt_logprobs is None else len(self.choices)
         try:
             flights = dealer.submit([(choice.id, choice.row, choice.sampling) for choice in drawn],
-                                    self.ask.stream, self.wake, self.session)
+                                    self.ask.stream, self.wake, self.session, scored)
             for choice, flight in zip(drawn, flights, strict=True):
                 choice.flight = flight
             if self.ask.prompt_logprobs is not None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError, printable
-from jetrl.report.files import disk_errors, line_of, lock
+from jetrl.report.files import cut_torn_line, disk_errors, line_of, lock
+from jetrl.report.recorder import CONFIG_FILE
 from jetrl.report.sessions import OLD_FILE, SESSIONS_FILE
 from jetrl.serve.sessions import Session, Turn
 from jetrl.untrusted import refuse_link
@@ -27,7 +28,9 @@ MOST_TEXT = 20_000  # characters of a message, and of a prompt as the policy rea
 
 
 def require_folder(folder: Path) -> None:
-    """UserError where the folder cannot be made, or another server writes it."""
+    """UserError where the folder cannot be made, is a run's, or is written by another server."""
+    if (folder / CONFIG_FILE).exists():
+        raise UserError(f"--sessions {folder}: this is the folder of a run. Choose another one.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -55,6 +58,7 @@ class SessionLog:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock(folder, "Choose another folder for its sessions.")
+        cut_torn_line(folder / SESSIONS_FILE)  # of a server that was killed, or whose disk was full
         self._size = 0
         self._file = self._open()
 

@@ -14,12 +14,13 @@ import hashlib
 import http.client
 import json
 import os
+import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,13 +28,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from jetrl.config.teacher import SERVER_KEY as KEY
 from jetrl.errors import UserError, shown
 from jetrl.untrusted import json_value, no_constant
 
-KEY = "JETRL_TEACHER_KEY"  # environment variable: sent as `Authorization: Bearer KEY`
 AT_ONCE = 32  # requests that are under way: the server makes batches of them
 MOST_BYTES = 1 << 30  # of one answer
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between two attempts
+CONNECTING = 10.0  # seconds until a connection counts as failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class About:
     name: str
     most_tokens: int | None
     draws_nothing: bool  # takes max_tokens = 0
+    values: str  # what it says of the flow and the version of its weights; empty where it says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,38 @@ class Judged:
     logprobs: np.ndarray
     top_tokens: np.ndarray
     top_logprobs: np.ndarray
+
+
+class _Asking:
+    """Requests that are under way together. Once one has failed, the others end too, and wait for no answer."""
+
+    def __init__(self) -> None:
+        self.failed = threading.Event()
+        self._open, self._lock = set[http.client.HTTPConnection](), threading.Lock()
+
+    def end(self) -> None:
+        """Let all of them end."""
+        with self._lock:
+            self.failed.set()
+            for connection in self._open:
+                self._cut(connection)
+
+    @contextmanager
+    def over(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """A request over this connection, which has none yet."""
+        with self._lock:
+            self._open.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.remove(connection)
+
+    @staticmethod
+    def _cut(connection: http.client.HTTPConnection) -> None:
+        if connection.sock is not None:
+            with suppress(OSError):  # it has no connection any more
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Passing(Exception):
@@ -71,7 +106,7 @@ class TeacherServer:
     @cached_property
     def about(self) -> About:
         """The first model that the server names. A server that is not there is not waited for. UserError as below."""
-        body = self._asked("GET", "/v1/models", None, threading.Event(), repeats=False)
+        body = self._asked("GET", "/v1/models", None, _Asking(), repeats=False)
         try:
             card = body["data"][0]
             name, most = card["id"], card.get("max_model_len")
@@ -79,12 +114,13 @@ class TeacherServer:
                 raise TypeError
         except (LookupError, TypeError, AttributeError):
             raise self._error(f"/v1/models names no model: {shown(body, 200)}") from None
-        return About(name, most, card.get("owned_by") == "jetrl")
+        values = "".join(f" {card[key]}" for key in ("flow_digest", "weight_version") if key in card)
+        return About(name, most, card.get("owned_by") == "jetrl", values)
 
     @property
     def base_digest(self) -> str:
-        """Names the model; not its values, which the server does not tell."""
-        return hashlib.sha256(f"served {self.about.name}".encode()).hexdigest()
+        """Names the model, and with `jetrl serve` its flow and the version of its weights; not the weights' values."""
+        return hashlib.sha256(f"served {self.about.name}{self.about.values}".encode()).hexdigest()
 
     def judge(self, sequences: Sequence[Sequence[int] | np.ndarray], top: int = 0) -> list[Judged]:
         """Log-probs of sequences of at least two tokens. UserError where one cannot be had."""
@@ -108,18 +144,18 @@ class TeacherServer:
 
     def _tables(self, sequences: Sequence[Sequence[int] | np.ndarray], top: int) -> list[list[Any]]:
         """The answers' tables of each sequence, without that of its first token."""
-        failed, errors = threading.Event(), list[BaseException]()
+        asking, errors = _Asking(), list[BaseException]()
 
         def ask(tokens: Sequence[int] | np.ndarray) -> list[Any]:
-            body = {
-                "model": self.about.name, "prompt": [int(token) for token in tokens], "prompt_logprobs": top,
-                "max_tokens": 0 if self.about.draws_nothing else 1, "temperature": 1.0,
-            }
             try:
-                return self._table(self._asked("POST", "/v1/completions", body, failed), len(tokens))
+                body = {
+                    "model": self.about.name, "prompt": [int(token) for token in tokens], "prompt_logprobs": top,
+                    "max_tokens": 0 if self.about.draws_nothing else 1, "temperature": 1.0,
+                }
+                return self._table(self._asked("POST", "/v1/completions", body, asking), len(tokens))
             except BaseException as error:
                 errors.append(error)
-                failed.set()  # the others need not go on
+                asking.end()  # the others need not go on
                 raise
 
         pool = ThreadPoolExecutor(min(AT_ONCE, max(1, len(sequences))), "teacher")
@@ -128,8 +164,8 @@ class TeacherServer:
         except UserError:
             raise errors[0] from None  # the one that ended the others
         finally:
-            failed.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            asking.end()
+            pool.shutdown(cancel_futures=True)
 
     def _table(self, body: Any, count: int) -> list[Any]:
         try:
@@ -145,33 +181,42 @@ class TeacherServer:
         return table[1:]
 
     def _asked(
-        self, method: str, path: str, body: Mapping[str, Any] | None, failed: threading.Event, repeats: bool = True
+        self, method: str, path: str, body: Mapping[str, Any] | None, asking: _Asking, repeats: bool = True
     ) -> Any:
         """The JSON of an answer, after as many attempts as the time limit allows."""
         end, wait = time.monotonic() + self.timeout, FIRST_WAIT
         while True:
             try:
-                return self._attempt(method, path, body, end)
+                return self._attempt(method, path, body, end, asking)
             except _Passing as error:
                 left = end - time.monotonic()
                 if not repeats:
                     raise self._error(f"{error}. Is it running there?") from error
-                if left <= wait or failed.is_set():
+                if left <= wait or asking.failed.is_set():
                     raise self._error(
                         f"{error}. There was no answer within teacher.timeout = {self.timeout:g} s. Start the server "
                         "again; a run continues with --resume after its last finished step."
                     ) from error
-            if failed.wait(wait):
+            if asking.failed.wait(wait):
                 raise self._error("another request to it has failed")
             wait = min(2 * wait, LONGEST_WAIT)
 
-    def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Any:
+    def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None, end: float, asking: _Asking
+    ) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "accept": "application/json"}
         if given := os.environ.get(KEY):
+            if not given.isascii() or not given.isprintable() or " " in given:
+                raise UserError(f"The environment variable {KEY} must be one word of printable ASCII characters.")
             headers["authorization"] = f"Bearer {given}"
         try:
-            with closing(self._connection(max(0.1, end - time.monotonic()))) as connection:
+            left = max(0.1, end - time.monotonic())
+            with closing(self._connection(min(CONNECTING, left))) as connection, asking.over(connection):
+                connection.connect()
+                if asking.failed.is_set():  # set before there was a connection to cut
+                    raise _Passing("another request to it has failed")
+                connection.sock.settimeout(left)
                 connection.request(method, self._prefix + path, data, headers)
                 answer = connection.getresponse()
                 text, status = bytearray(), answer.status

@@ -147,3 +147,7 @@ def test_rows_without_an_answer_are_refused_at_the_start(teacher: Path, tmp_path
     changes = {"task.name": "file", "task.params": None, "task.train_file": str(tmp_path / "sums.jsonl")}
     with pytest.raises(UserError, match=r"teacher.given_fraction = 0.25: problem .* has no answer that could be given"):
         prepare(tiny_config(tmp_path, mixing(teacher) | changes))
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "solution": "2"}\n' * 9
+                                         + '{"prompt": "2+1=", "answer": "3", "solution": "' + "3" * 999 + '"}\n')
+    with pytest.raises(UserError, match="the conversation has 100. tokens"):  # of a row that some later step would give
+        prepare(tiny_config(tmp_path, mixing(teacher) | changes))

@@ -157,6 +157,7 @@ def test_two_teachers_of_one_model_are_one_teacher(teacher: Path, tmp_path: Path
     ({"teacher.values": ["a"]}, "teacher.paths: needs one teacher for each of the 1 teacher.values, got 0"),
     ({}, "teacher.column: needs teacher.values and teacher.paths"),
     ({"teacher.values": ["a", "a"], "teacher.paths": ["x", "x"]}, "teacher.values: names a value twice"),
+    ({"teacher.values": ["", "a"], "teacher.paths": ["x", "y"]}, 'teacher.values: "" names no rows'),
     ({"teacher.column": None, "teacher.values": ["a"]}, "teacher.values: has no effect while teacher.column"),
     ({"teacher.values": ["a"], "teacher.paths": ["x"], "task.name": "addition", "task.train_file": None},
      "teacher.column: is a column of data"),

@@ -65,6 +65,22 @@ def test_a_disk_that_takes_no_more_ends_the_record_only(
     assert told.count("Sessions are no longer recorded") == 1 and "no space left" in told
 
 
+def test_the_torn_line_of_a_server_that_was_killed_costs_no_other(tmp_path: Path) -> None:
+    log = SessionLog(tmp_path, 1 << 20)
+    answered(log, Session("whole")), log.close()
+    with (tmp_path / SESSIONS_FILE).open("a") as file:
+        file.write('{"server": "1", "sess')
+    log = SessionLog(tmp_path, 1 << 20)
+    answered(log, Session("next")), log.close()
+    assert [talk.id for talk in read_sessions(tmp_path).talks] == ["whole", "next"]
+
+
+def test_a_run_keeps_its_folder_and_its_report(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(UserError, match="this is the folder of a run. Choose another one"):
+        require_folder(tmp_path)
+
+
 def test_a_folder_has_one_server(tmp_path: Path) -> None:
     log = SessionLog(tmp_path, 1 << 20)
     with pytest.raises(UserError, match="Choose another folder"):

@@ -166,3 +166,37 @@ def test_models_of_other_names_have_other_digests() -> None:
     with server() as (a, _), server(card={"id": "small"}) as (b, _), server() as (c, _):
         one, other, same = (TeacherServer(url).base_digest for url in (a, b, c))
     assert one == same != other
+
+
+def test_our_own_server_says_which_weights_it_has() -> None:
+    def of(**more: Any) -> str:
+        with server(card={"id": "m", "owned_by": "jetrl", "flow_digest": "f", "weight_version": 0, **more}) as (url, _):
+            return TeacherServer(url).base_digest
+
+    assert of() == of() and len({of(), of(flow_digest="g"), of(weight_version=1)}) == 3
+
+
+def test_a_request_that_waits_for_its_answer_ends_with_the_one_that_failed() -> None:
+    done = threading.Event()
+
+    def one_bad(body: dict[str, Any]) -> tuple[int, Any]:
+        if body["prompt"][0] != 5:
+            done.wait(30)
+        return 400, {"message": "bad"}
+
+    start = time.monotonic()
+    with server(one_bad) as (url, _):
+        try:
+            with pytest.raises(UserError, match="status 400: bad"):
+                TeacherServer(url, 50.0).judge([[1, 2], [3, 4], [5, 6]])
+            assert time.monotonic() - start < 10
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("teacher")]
+        finally:
+            done.set()
+
+
+def test_a_key_that_no_header_can_carry_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret\r")
+    with server() as (url, _), pytest.raises(UserError, match=f"{KEY} must be one word") as told:
+        TeacherServer(url).judge([[1, 2]])
+    assert "secret" not in str(told.value)

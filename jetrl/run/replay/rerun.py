@@ -236,7 +236,7 @@ def learn(
             f"{config.teacher.given_fraction:g} a step has given answers, which its record does not. Replay logprobs "
             "or rollout of the step after a checkpoint."
         )
-    if given and config.teacher.top_k:
+    if recorded and config.teacher.servers and config.teacher.top_k:
         raise UserError(
             f"Step {step}: its update cannot be made again: teacher.top_k = {config.teacher.top_k}, and what "
             f"{config.teacher.servers[0]} said of other tokens than the drawn ones was not kept. Replay logprobs or "

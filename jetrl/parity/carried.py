@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
-from jetrl.model.published import Published
+from jetrl.model.published import Norm, Published
 from jetrl.model.transformer import Transformer
 from jetrl.parity.rows import LinkResult, NoText, Packed, Workload, prompts_of, whole_sequences
 from jetrl.types import Completion, Request, SamplingParams, Spans, Unfinished, WeightSet
@@ -48,14 +48,19 @@ def other_weights(model: Transformer) -> Iterator[Callable[[int], None]]:
     """Gives a function that puts the weights of a version, 0 (the model's own) to 2, into the memory that a forward
     pass reads, as an update does. Afterwards they are the model's own."""
     # Not through the tensor itself: it may be a master's too, and its model would ask for publish().
-    held = [m.published.data for m in model.modules() if isinstance(m, Published) and m.published.ndim == 1]
-    own = [one.clone() for one in held]
+    vectors = [m for m in model.modules() if isinstance(m, Published) and m.published.ndim == 1]
+    held = [m.published.data for m in vectors]
+    own, norms = [one.clone() for one in held], [m for m in vectors if isinstance(m, Norm)]
+    behind = [m.offset if isinstance(m, Norm) else False for m in vectors]  # what multiplies is 1 more
 
     def load(version: int) -> None:
-        for one, before in zip(held, own, strict=True):
+        for one, before, offset in zip(held, own, behind, strict=True):
             one.copy_(before)
             if version:
                 one[version - 1 :: 2] *= 1.25
+                one[version - 1 :: 2] += 0.25 * offset
+        for norm in norms:
+            norm.refresh()  # some read a copy of what they have published
 
     try:
         yield load

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from jetrl.engine.engine import PagedEngine, spans_with
+from jetrl.model.published import Norm
 from jetrl.model.transformer import Transformer
 from jetrl.parity import carried
 from jetrl.parity.carried import carried_link, other_weights
 from jetrl.parity.rows import LinkResult, Workload, random_sequences
 from jetrl.precision.recipe import build_recipe
-from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.spec import SHAPES, ModelSpec, RopeSpec
 from jetrl.types import Completion, WeightSet
 
 SPEC = ModelSpec(
@@ -103,6 +104,20 @@ def test_the_models_own_weights_are_there_afterwards(dtype: torch.dtype) -> None
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
     with torch.enable_grad():  # a forward pass of training asks whether masters have moved since publish()
         assert link(model=model).ok
+
+
+def test_norms_with_an_offset_change_too_and_come_back() -> None:
+    """They read a copy of what they have published."""
+    spec = SHAPES["tiny-hybrid"]
+    model = Transformer(spec, build_recipe("bf16", spec.num_layers)).init_random(0).publish()
+    norms = [module for module in model.modules() if isinstance(module, Norm) and module.offset]
+    assert norms
+    with other_weights(model) as weights_of:
+        weights_of(0)
+        own = [norm.factor.clone() for norm in norms]
+        weights_of(1)
+        assert not any(torch.equal(norm.factor, before) for norm, before in zip(norms, own, strict=True))
+    assert all(torch.equal(norm.factor, before) for norm, before in zip(norms, own, strict=True))
 
 
 def test_it_needs_no_more_tokens_than_the_other_links() -> None:

@@ -4,7 +4,7 @@
 not a CPU's; but packed sequences, pieces and single tokens all run `_rule_kernel`, a program of which has one value
 head of one sequence and walks over its tiles of 16 rows. A row's values come of products whose rows do not meet, and of
 sums over rows in one order, so they do not depend on where a pass began. Tiles have 16 rows everywhere: Triton then
-multiplies by `mma.sync`.
+multiplies by `mma.sync`, but for the state's update on sm_90, which is `wgmma` in every form of the kernel.
 
 Where an accumulator begins is part of the definition: o begins with `gam (q . hi(S))`, S with `exp(G_63) S`.
 

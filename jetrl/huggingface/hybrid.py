@@ -53,7 +53,7 @@ class Within(NamedTuple):
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text model: `text_config` of a nested one, else `config` itself."""
     kind = config.get("model_type")
-    if kind not in NESTED:
+    if not isinstance(kind, str) or kind not in NESTED:
         return config
     text = config.get("text_config")
     if not isinstance(text, Mapping):

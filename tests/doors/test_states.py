@@ -63,14 +63,14 @@ def test_the_certificate(kind: str, precision: str, cache: str) -> None:
     """Packed, chunks of prompts, decoding with preemption, shared prompts; drafts where they can be taken back."""
     result = certify(model_of(kind, precision, cache=cache), WORK, "test", lambda text: None)
     assert result.ok, result.links
-    assert [link.link for link in result.links] == [*"abc", *("v" if kind == "latent" else ""), "s"]
+    assert [link.link for link in result.links] == [*"abc", *("v" if kind == "latent" else ""), "s", "w"]
 
 
 def test_a_state_that_depends_on_passes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = hybrid.average
     monkeypatch.setattr(hybrid, "average", lambda x, before: plain(x, before.to(torch.bfloat16).to(torch.float32)))
     result = certify(model_of("moving_average"), WORK, "test", lambda text: None)
-    assert [link.link for link in result.links if not link.ok] == ["b", "c"]
+    assert [link.link for link in result.links if not link.ok] == ["b", "c", "w"]
 
 
 def requests() -> list[Request]:

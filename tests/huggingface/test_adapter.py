@@ -26,7 +26,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
 from jetrl.parity.certificate import Workload, certify
 from jetrl.parity.model_under_test import subject_of
-from jetrl.precision.lora import GROUPS
+from jetrl.precision.lora import ATTENTION, MLP
 from jetrl.run import setup
 from jetrl.run.prepare import prepare
 
@@ -156,7 +156,7 @@ def test_adapters_of_experts_there_and_back(tmp_path: Path) -> None:
     config, tensors = json.loads((out / CONFIG).read_text()), load_file(out / WEIGHTS)
     (pattern, rank), = config["rank_pattern"].items()
     assert config["r"] == 4 and rank == 2 and config["lora_alpha"] == 12
-    assert config["target_modules"] == [*GROUPS["all"]]
+    assert config["target_modules"] == [*ATTENTION, *MLP]
     stem, linear = "base_model.model.model.layers.1.mlp.experts.3.up_proj.", ended.layers[1].mlp.gate_up
     assert re.search(rf"(.*\.)?({pattern})$", stem[:-1]) and not re.search(rf"({pattern})$", "layers.1.mlp.down_proj")
     assert_bitwise_equal(tensors[f"{stem}lora_A.weight"], linear.lora.a.published[14:16])  # the last of 4 x 2

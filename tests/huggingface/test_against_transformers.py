@@ -44,9 +44,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": SIZES
     | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
        "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32},
-    # Experts in every layer, beside a shared one with its gate.
+    # Experts in both layers, beside a shared one with its gate. Of four layers, transformers' own FP32
+    # would be off by 8e-5.
     "qwen3_5_moe_text": SIZES
-    | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
+    | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+       "head_dim": 32, "linear_num_key_heads": 2,
        "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 32, "num_experts": 8,
        "num_experts_per_tok": 3, "moe_intermediate_size": 80, "shared_expert_intermediate_size": 96},
     # Layers 1 and 3 have experts by the step, layer 3 is an MLP by its mention.

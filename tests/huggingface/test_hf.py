@@ -189,8 +189,8 @@ def test_base_config_keeps_its_other_keys() -> None:
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1 must be true or false"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts = 1"),
         ("qwen3_moe", {"model_type": "mixtral", "num_local_experts": 8},
-         "'mixtral', a mixture of experts, is not supported; jetrl runs qwen3_moe, deepseek_v2, deepseek_v3, "
-         "glm4_moe_lite and, without experts, llama, qwen2"),
+         "'mixtral', a mixture of experts, is not supported; jetrl runs qwen3_moe, qwen3_5_moe_text, deepseek_v2, "
+         "deepseek_v3, glm4_moe_lite and, without experts, llama, qwen2"),
         ("qwen3_moe", {"num_experts": [8]}, r"num_experts = \[8\] must be a whole number"),
         ("qwen3_moe", {"model_type": None}, "model_type is missing; jetrl runs qwen3_moe"),
         ("qwen3", {"model_type": ["qwen3"]}, r"model_type = \['qwen3'\] is not supported"),

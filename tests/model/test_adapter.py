@@ -31,7 +31,7 @@ from jetrl.model.weights import checksum, published, published_bytes
 from jetrl.parity.certificate import Workload, certify
 from jetrl.parity.rows import varlen
 from jetrl.precision.blocks.layouts import linears_of
-from jetrl.precision.lora import GROUPS, Lora
+from jetrl.precision.lora import ATTENTION, GROUPS, MLP, Lora
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
 
@@ -122,7 +122,7 @@ def test_a_certificate_with_drawn_adapters(recipe: Recipe, arch: dict[str, objec
     """Packed, chunked, decoded, preempted, drafted, with shared prompts; and the adapters are seen."""
     model = model_of(recipe, **arch)
     found = certify(model, Workload(num_sequences=4, max_prompt=20, new_tokens=12), "drawn", lambda text: None)
-    assert found.ok and len(found.links) == 5
+    assert found.ok and len(found.links) == 6
     with torch.no_grad():
         assert not torch.equal(model(varlen(BATCH)), without_adapters(model)(varlen(BATCH)))
 
@@ -272,7 +272,7 @@ def test_projections_are_named_as_hugging_face_s_files_name_them(arch: dict[str,
     for (block, role), linear in linears_of(spec, 1).items():
         pieces = table[f"layers.1.{block}.{role}.weight"]
         assert linear.projections == tuple(p.name.split(".")[-2] for p in pieces) or linear.experts
-    assert adapted_projections(spec, LORA) == list(GROUPS["attention" if arch is EXPERTS else "all"])
+    assert adapted_projections(spec, LORA) == list(ATTENTION + (() if arch is EXPERTS else MLP))
 
 
 def test_first_values_do_not_depend_on_the_base_s_and_begin_as_nothing() -> None:

@@ -145,17 +145,17 @@ def test_values_are_dropped_one_by_one(tmp_path: Path, monkeypatch: pytest.Monke
     """While a folder is read, one parameter's value is alive at a time: not the masters of the whole model."""
     spec = spec_of(vocab_size=32, num_hidden_layers=6)
     folder = folder_of(spec, tmp_path / "m", torch.float32)
-    read, alive, most = hf.parameters_of, [], 0
+    read, alive, most = hf.stored_parameters, [], 0
 
-    def watched(*arguments: object) -> Iterator[tuple[str, Tensor]]:
+    def watched(*arguments: object, **named: object) -> Iterator[tuple[str, Tensor]]:
         nonlocal most
-        for name, value in read(*arguments):  # type: ignore[arg-type]
+        for name, value in read(*arguments, **named):  # type: ignore[arg-type]
             alive.append(weakref.ref(value))
             most = max(most, sum(one() is not None for one in alive))
             yield name, value
             del value
 
-    monkeypatch.setattr(hf, "parameters_of", watched)
+    monkeypatch.setattr(hf, "stored_parameters", watched)
     from jetrl.chat.tokenizer import load_tokenizer
 
     load_tokenizer("builtin:arithmetic").save_pretrained(folder)

@@ -10,7 +10,7 @@ from flow_shape import SPEC
 from jetrl.precision.builder import build_flow
 from jetrl.precision.flow import diff_recipe, flow_digest
 from jetrl.precision.graph import View
-from jetrl.precision.lora import ATTENTION, GROUPS, MLP, Lora, adapted_rows, edges, expanded
+from jetrl.precision.lora import ATTENTION, GROUPS, LINEAR_ATTENTION, MLP, Lora, adapted_rows, edges, expanded
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ExpertSpec
@@ -24,7 +24,8 @@ def test_scale() -> None:
 
 
 def test_targets_are_names_and_groups_in_the_order_of_the_model() -> None:
-    assert expanded(("all",)) == ATTENTION + MLP == expanded(("mlp", "attention"))
+    groups = ("linear_attention", "mlp", "attention")
+    assert expanded(("all",)) == ATTENTION + MLP + LINEAR_ATTENTION == expanded(groups)
     assert expanded(("down_proj", "attention", "q_proj")) == (*ATTENTION, "down_proj")
     lora = Lora(8, 32.0, expanded(("v_proj", "q_proj", "mlp")))
     assert lora.adapted(("q_proj", "k_proj", "v_proj")) == (0, 2)

@@ -31,6 +31,7 @@ COUNTS = {
     "critic/return_square_mean": "tokens", "critic/error_square_mean": "tokens", "critic/grad_norm": "updates",
     "correction/weight_mean": "tokens", "correction/weight_square_mean": "tokens",
     "correction/frac_rejected": "tokens", "correction/frac_vetoed": "tokens", "correction/frac_truncated": "tokens",
+    "policy/teacher_kl_top_k": "tokens",
     "moe/router_entropy": "tokens", "moe/z_loss": "tokens", "moe/aux_loss": "sequences",
 }
 MADE_LATER = {  # of all updates together

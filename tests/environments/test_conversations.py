@@ -15,7 +15,7 @@ from jetrl.chat.tokenizer import VOCABULARY, arithmetic_tokenizer
 from jetrl.config import TaskConfig
 from jetrl.environments.conversations import build_pool
 from jetrl.environments.environment import Factory
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.types import Completion, Problem, Reply, Segment
 from jetrl.user_code.calls import Background, Call
 
@@ -499,7 +499,7 @@ def test_errors_while_closing_are_counted_and_told_in_a_few_lines(pool):
         talks.close(key)
     with pytest.warns(UserWarning) as found:
         talks.shutdown()
-    texts = [str(w.message) for w in found]
+    texts = [str(w.message) for w in found if w.category is Notice]  # others may come from what is collected meanwhile
     assert talks.close_failures == 12 and len(texts) == 3
     assert texts[1:] == [
         "Environment Broken: 10 calls of Broken.close have failed.",

@@ -134,3 +134,8 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**40:
         return f"a number of {value.bit_length()} bits"
     return errors.shown(value, 80)
+
+
+def fits_header(key: str) -> bool:
+    """Whether a header can carry a key: one word of printable ASCII characters."""
+    return bool(key) and key.isascii() and key.isprintable() and " " not in key

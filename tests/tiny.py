@@ -124,3 +124,14 @@ def weights_hash(run_dir: Path, step: int) -> str:
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def whole_and_resumed(folder: Path, changes: dict[str, Any]) -> Path:
+    """The folder of a run of 4 steps, of which another that ended at 2 and was resumed has all numbers and values."""
+    whole = tiny_run(folder / "whole", changes)
+    tiny_run(folder / "parts", changes | {"train.steps": 2})
+    parts = tiny_run(folder / "parts", changes | {"checkpoint.resume": "auto"})
+    assert numbers(parts) == numbers(whole)
+    of_whole, of_parts = saved(whole, 4), saved(parts, 4)
+    assert all(torch.equal(value, of_parts[name]) for name, value in of_whole.items())
+    return whole

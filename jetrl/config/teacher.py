@@ -35,7 +35,7 @@ def _wrong_in(url: str) -> str:
         sound = False
     if not sound:
         return "must be the address of a server, such as http://127.0.0.1:8000"
-    return "must not hold a name or a password; a key is read from JETRL_TEACHER_KEY" if "@" in parts.netloc else ""
+    return f"must not hold a name or a password; a key is read from {SERVER_KEY}" if "@" in parts.netloc else ""
 
 
 class TeacherConfig(Section):

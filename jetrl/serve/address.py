@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetrl.arguments import fits_header
 from jetrl.errors import UserError
 from jetrl.requirements import install, packages
 
@@ -31,7 +32,7 @@ def require_extra() -> None:
 
 def require_key(host: str, api_key: str | None) -> None:
     """UserError where others could reach the server without a key, or with one that no header can carry."""
-    if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
+    if api_key is not None and not fits_header(api_key):
         raise UserError("The key must be one word of printable ASCII characters, and not empty.")
     if api_key is None and not is_loopback(host):
         raise UserError(

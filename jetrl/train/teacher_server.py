@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from jetrl.arguments import fits_header
 from jetrl.config.teacher import SERVER_KEY as KEY
 from jetrl.errors import UserError, shown
 from jetrl.untrusted import json_value, no_constant
@@ -70,7 +71,9 @@ class _Asking:
         with self._lock:
             self.failed.set()
             for connection in self._open:
-                self._cut(connection)
+                if connection.sock is not None:
+                    with suppress(OSError):  # it has no connection any more
+                        connection.sock.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def over(self, connection: http.client.HTTPConnection) -> Iterator[None]:
@@ -82,12 +85,6 @@ class _Asking:
         finally:
             with self._lock:
                 self._open.remove(connection)
-
-    @staticmethod
-    def _cut(connection: http.client.HTTPConnection) -> None:
-        if connection.sock is not None:
-            with suppress(OSError):  # it has no connection any more
-                connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Passing(Exception):
@@ -207,7 +204,7 @@ class TeacherServer:
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "accept": "application/json"}
         if given := os.environ.get(KEY):
-            if not given.isascii() or not given.isprintable() or " " in given:
+            if not fits_header(given):
                 raise UserError(f"The environment variable {KEY} must be one word of printable ASCII characters.")
             headers["authorization"] = f"Bearer {given}"
         try:

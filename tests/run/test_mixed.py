@@ -21,7 +21,7 @@ from jetrl.run.replay import record
 from jetrl.run.replay.checks import replay
 from jetrl.tasks.task import sample
 from jetrl.types import Problem, Prompt
-from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run
+from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run, whole_and_resumed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,12 +102,7 @@ def test_a_stopped_run_resumes_to_the_bit(teacher: Path, tmp_path: Path) -> None
     """In two updates a step, beside rewards and a reference policy."""
     changes = mixing(teacher, **{"rl.algo": "grpo", "rl.kl_coef": 0.01, "rl.updates_per_step": 2,
                                  "teacher.given_fraction": 0.5, "train.share_prompts": True})
-    whole = tiny_run(tmp_path / "whole", changes)
-    tiny_run(tmp_path / "parts", changes | {"train.steps": 2})
-    parts = tiny_run(tmp_path / "parts", changes | {"checkpoint.resume": "auto"})
-    assert numbers(parts) == numbers(whole)
-    of_whole, of_parts = saved(whole, 4), saved(parts, 4)
-    assert all(torch.equal(value, of_parts[name]) for name, value in of_whole.items())
+    whole = whole_and_resumed(tmp_path, changes)
     assert {row["data/num_given"] for row in numbers(whole)[1:]} == {2.0}
     with pytest.raises(UserError, match="with teacher.given_fraction = 0.5 a step has given answers"):
         replay(whole, 4, "update")

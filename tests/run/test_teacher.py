@@ -23,7 +23,7 @@ from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build_published
 from jetrl.run.teacher import build_teachers, teacher_of
 from jetrl.train.teachers import REST
-from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run
+from tests.tiny import ARCH, numbers, saved, tiny_config, tiny_run, whole_and_resumed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,12 +78,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(teacher: Path, t
         "rl.algo": "grpo", "teacher.weight": 0.5, "teacher.precision": "w8a16", "rl.updates_per_step": 2,
         "precision": "fp8_rollout", "train.steps": 4,
     })
-    whole = tiny_run(tmp_path / "whole", changes)
-    tiny_run(tmp_path / "parts", changes | {"train.steps": 2})
-    parts = tiny_run(tmp_path / "parts", changes | {"checkpoint.resume": "auto"})
-    assert numbers(parts) == numbers(whole)
-    of_whole, of_parts = saved(whole, 4), saved(parts, 4)
-    assert all(torch.equal(value, of_parts[name]) for name, value in of_whole.items())
+    whole = whole_and_resumed(tmp_path, changes)
     assert all(row["policy/teacher_kl"] > 0 for row in numbers(whole)[1:])
 
 
@@ -296,12 +291,7 @@ def test_a_run_with_several_tokens_resumes_and_is_replayed_to_the_bit(teacher: P
     """Beside rewards, in two updates a step, with shared prompts and truncated answers outside of the loss."""
     changes = distilling(teacher, **TOP_K) | {"rl.algo": "grpo", "rl.mask_truncated": True, "train.steps": 4,
                                               "train.max_tokens_per_gpu": 64}
-    whole = tiny_run(tmp_path / "whole", changes)
-    tiny_run(tmp_path / "parts", changes | {"train.steps": 2})
-    parts = tiny_run(tmp_path / "parts", changes | {"checkpoint.resume": "auto"})
-    assert numbers(parts) == numbers(whole)
-    of_whole, of_parts = saved(whole, 4), saved(parts, 4)
-    assert all(torch.equal(value, of_parts[name]) for name, value in of_whole.items())
+    whole = whole_and_resumed(tmp_path, changes)
     found = replay(whole, 4, "update")
     assert found.same, found
 

@@ -44,6 +44,7 @@ if INTERPRET:
     interpreter.InterpreterBuilder.create_dot = dot
     latent_triton.CHUNK = 64
     latent_triton._PARTIAL_BYTES = 1 << 16  # several slabs
+    latent_triton._AT_ONCE = interpreter.tl.constexpr(4)  # type: ignore[attr-defined]  # several rounds of a search
 
 
 def inputs(sizes: LatentSizes, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,6 +106,25 @@ def packed_case(kernels: Any, sizes: LatentSizes) -> None:
         s = s.masked_fill(torch.ones(n, n, dtype=torch.bool, device=DEVICE).triu(1), float("-inf"))
         near("log-sums", sums, s.logsumexp(-1).cpu())
         start += n
+
+
+def ragged_case(kernels: Any, sizes: LatentSizes, together: bool) -> None:
+    """Many sequences, some of them empty: each token's row is that of its sequence alone, wherever slabs begin."""
+    lengths = (3, 1, 1, 66, 2, 5, 1, 17, 1) if INTERPRET else (3, 1, 1, 1066, 2, 5, 1, 77, *(1,) * 300, 2)
+    if not together:
+        lengths = (0, 0, *lengths[:2], 0, *lengths[2:5], *(0,) * 40, *lengths[5:], 0)
+    q, row, w = inputs(sizes, lengths)
+    q, row = absorbed(kernels, q, w, sizes), row.to(DEVICE)
+    before, latent_triton._PARTIAL_BYTES = latent_triton._PARTIAL_BYTES, 2 * 4 * sizes.heads * sizes.rank * 13
+    try:  # slabs of 13 tokens in the interpreter, which begin anywhere in a block
+        out = kernels.latent_attend(q, row, plan_of(lengths, DEVICE), SCALE, sizes, False)[0]
+    finally:
+        latent_triton._PARTIAL_BYTES = before
+    alone = [
+        kernels.latent_attend(a, b, plan_of((len(a),), DEVICE), SCALE, sizes, False)[0]
+        for a, b in zip(q.split(lengths), row.split(lengths), strict=True) if len(a)
+    ]
+    equal("ragged", out, torch.cat(alone).cpu())
 
 
 def shared_case(kernels: Any, sizes: LatentSizes) -> None:
@@ -175,6 +195,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
                 yield f"products {of} {tokens}", partial(products_case, kernels, sizes, tokens)
             yield f"packed {of}", partial(packed_case, kernels, sizes)
             yield f"shared {of}", partial(shared_case, kernels, sizes)
+            for together in (True, False) if name == "16 heads" else ():
+                yield f"ragged {of} {together}", partial(ragged_case, kernels, sizes, together)
             for chunk in (40,) if INTERPRET else (7, 64, 300):
                 yield f"paged {of} {chunk}", partial(paged_case, kernels, sizes, chunk)
     for kernels in (latent_triton, latent_portable):

@@ -37,6 +37,7 @@ from jetrl.types import PagedPlan, VarlenPlan
 
 CHUNK = 1024  # keys
 _PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
+_AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
 _LOG2E = math.log2(math.e)
 
 
@@ -81,18 +82,47 @@ def _write_kernel(row, pages, slots, row_stride, W, B: tl.constexpr, PDL: tl.con
         tl.store(pages + slot * W + e, v, mask=e < W)
 
 
-@triton.jit(do_not_specialize=["width", "low", "high", "per_sequence", "first", "all_tokens", "chunks"])
+@triton.jit
+def _last(queries, sequences, first, most, TOKENS: tl.constexpr):
+    """The last sequence whose first block has a number of at most `most`. Blocks have TOKENS tokens; a sequence's first
+    one has the number (tokens before it + (TOKENS - 1) * sequences before it) // TOKENS: none has another's."""
+    found = tl.zeros([_AT_ONCE], tl.int32)
+    for start in tl.range(0, sequences, _AT_ONCE, num_stages=1):
+        s = start + tl.arange(0, _AT_ONCE)
+        block = (tl.load(queries + s, mask=s < sequences, other=0) - first + s * (TOKENS - 1)) // TOKENS
+        found += ((block <= most) & (s < sequences)).to(tl.int32)
+    return tl.sum(found, axis=0) - 1
+
+
+@triton.jit
+def _place(index, queries, sequences, first, low, TOKENS: tl.constexpr):
+    """Sequence and part of block `index`, counted from the block of token `low`."""
+    block = index
+    if low > 0:
+        s = _last(queries, sequences, first, low, 1)
+        start = tl.load(queries + s) - first
+        block += (start + s * (TOKENS - 1)) // TOKENS + (low - start) // TOKENS
+    s = _last(queries, sequences, first, block, TOKENS)
+    return s, block - (tl.load(queries + s) - first + s * (TOKENS - 1)) // TOKENS
+
+
+@triton.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
 def _rows_kernel(
-    q, rows, table, queries, keys, out, lse, tops, sums, accs, scale, natural, width, low, high, per_sequence, first,
+    q, rows, table, queries, keys, out, lse, tops, sums, accs, scale, natural, width, low, high, sequences, first,
     all_tokens, chunks, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows of one block of a sequence's tokens over one chunk of its keys. `queries`: where sequences begin, counted
-    from `first`; `keys`: how many they have (pages), or where these begin. WHOLE: there is one chunk, and the result is
-    final; else maxima, sums and outputs of tokens from `low` to `high` are left in FP32."""
+    from `first`; `keys`: how many they have (pages), or where these begin. ONE: each has one token. WHOLE: there is one
+    chunk, and the result is final; else maxima, sums and outputs of tokens from `low` to `high` are left in FP32."""
     begin(PDL)
-    sequence, part, chunk = tl.program_id(0) // per_sequence, tl.program_id(0) % per_sequence, tl.program_id(1)
+    chunk = tl.program_id(1)
     tokens: tl.constexpr = ROWS // N
+    if ONE:
+        sequence, part = low + tl.program_id(0), 0
+    else:
+        sequence, part = _place(tl.program_id(0), queries, sequences, first, low, tokens)
     start = tl.load(queries + sequence)
     count = tl.load(queries + sequence + 1) - start
     origin = tl.load(keys + sequence)
@@ -222,10 +252,9 @@ def latent_attend(
     rows = row if plan.keys is None else row.index_select(0, plan.keys.rows)
     out = torch.empty(len(q), sizes.heads, sizes.rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(sizes.heads, len(q), dtype=torch.float32, device=q.device) if need_lse else None
-    longest, deepest = max(plan.lengths, default=0), max(seen.lengths, default=0)
     _attend(
-        q, rows.contiguous(), None, plan.cu_seqlens, seen.cu_seqlens, out, lse, scale, sizes, len(plan.lengths),
-        longest, deepest, 0, 0, steps,
+        q, rows.contiguous(), None, plan.cu_seqlens, seen.cu_seqlens, out, lse, scale, sizes, plan.lengths,
+        max(seen.lengths, default=0), 0, 0, steps,
     )
     return out, lse
 
@@ -245,31 +274,36 @@ def latent_attend_cached(
     out = torch.empty(len(q), sizes.heads, sizes.rank, dtype=q.dtype, device=q.device)
     lengths, deepest = plan.query_lengths, plan.block_table.shape[1] * page
     single = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
-    parts = ((0, single, 1), (single, len(lengths), max(lengths[single:], default=0)))
-    for first, last, longest in parts:
+    for first, last in ((0, single), (single, len(lengths))):
         if first < last:
             _attend(
                 q[first:] if first == single else q[:single], pages, plan.block_table[first:last],
                 plan.cu_seqlens[first : last + 1], plan.kv_lengths[first:last],
-                out[first:] if first == single else out[:single], None, scale, sizes, last - first, longest, deepest,
+                out[first:] if first == single else out[:single], None, scale, sizes, lengths[first:last], deepest,
                 page, first, steps,
             )
     return out
 
 
+def blocks_of(tokens: int, lengths: tuple[int, ...], size: int) -> int:
+    """How many programs `tokens` tokens in a row need at most, in blocks of `size` that begin at each of their
+    sequences; `lengths` are these, or bounds. An empty sequence may lie between any two tokens."""
+    apart = min(tokens, len(lengths)) if all(lengths) else len(lengths)
+    return (tokens - 1 + (apart + 1) * (size - 1)) // size + 1
+
+
 def _attend(
     q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
-    scale: float, sizes: LatentSizes, sequences: int, longest: int, deepest: int, page: int, first: int,
-    steps: Steps,
+    scale: float, sizes: LatentSizes, lengths: tuple[int, ...], deepest: int, page: int, first: int, steps: Steps,
 ) -> None:
-    """`first`: what `queries` says of the first token of `q`."""
-    heads, tokens, device = sizes.heads, len(q), q.device
-    if not tokens or not longest:
+    """`lengths`: the tokens of each sequence, or bounds where more than 1; `first`: what `queries` says of the first
+    token of `q`."""
+    heads, tokens, sequences, device = sizes.heads, len(q), len(lengths), q.device
+    if not tokens or not any(lengths):
         return
-    few = triton.next_power_of_2(max(16, heads))
-    block = few if longest == 1 else max(steps.rows, few)
+    few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
+    block = few if one else max(steps.rows, few)
     warps, stages = (4 if block < steps.tile else 8), (steps.stages if block < 64 else 2)
-    per_sequence = triton.cdiv(longest, block // heads)
     chunks = triton.cdiv(deepest, CHUNK)
     slab = tokens if chunks == 1 else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))
     empty = torch.empty(0, dtype=torch.float32, device=device)
@@ -281,10 +315,11 @@ def _attend(
     common = dict(N=heads, L=sizes.rank, CHUNK=CHUNK, LSE=lse is not None, enable_fp_fusion=False, **LAUNCH)
     for low in range(0, tokens, slab):
         high = min(tokens, low + slab)
-        _rows_kernel[(sequences * per_sequence, chunks)](
+        blocks = high - low if one else blocks_of(high - low, lengths, block // heads)
+        _rows_kernel[(blocks, chunks)](
             q, rows, queries if table is None else table, queries, keys, out, lse_at, tops, sums, accs,
-            scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high, per_sequence, first, tokens,
-            chunks, WHOLE=chunks == 1, R=sizes.rope, ROWS=block, TILE=steps.tile, PAGE=page, num_warps=warps,
+            scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high, sequences, first, tokens,
+            chunks, ONE=one, WHOLE=chunks == 1, R=sizes.rope, ROWS=block, TILE=steps.tile, PAGE=page, num_warps=warps,
             num_stages=stages, **common,
         )
         if chunks > 1:

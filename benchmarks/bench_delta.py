@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from common import READ_TBPS, RESULTS, write_json
 
-from jetrl.kernels.delta.backward import rule_grads
+from jetrl.kernels.delta.backward import delta_rule_backward
 from jetrl.kernels.delta.parts import HeadSizes, Parts, empty_state
 from jetrl.types import StateRows
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         ends = torch.arange(number + 1, dtype=torch.int32, device=device) * length
         parts = Parts(ends, (length,) * number)
         cases[f"packed {number} x {length}"] = lambda x=x, p=parts: delta_rule(*x, p, None)
-        cases[f"backward {number} x {length}"] = lambda x=x, p=parts: rule_grads(x[2], *x, p)
+        cases[f"backward {number} x {length}"] = lambda x=x, p=parts: delta_rule_backward(x[2], *x, p)
     for batch in (2,) if tiny else (64, 256):
         x, rows = inputs(batch, sizes, device), torch.arange(2, 2 + batch, device=device)
         kept = empty_state(2 + batch, sizes, torch.bfloat16, device)

@@ -101,10 +101,10 @@ def test_gradients_are_those_of_a_cpu_and_repeat() -> None:
     lengths = [70, 131]
     x = inputs(201, 5)
     up = torch.randn(201, 4, 128, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-    first, again = (backward.rule_grads(up, *x, parts_of(lengths)) for _ in range(2))
+    first, again = (backward.delta_rule_backward(up, *x, parts_of(lengths)) for _ in range(2))
     host = tuple(t.cpu() for t in x)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    want = backward.rule_grads(up.cpu(), *host, Parts(ends, tuple(lengths)))
+    want = backward.delta_rule_backward(up.cpu(), *host, Parts(ends, tuple(lengths)))
     for mine, same, theirs in zip(first, again, want, strict=True):
         assert torch.equal(mine, same)
         assert (mine.cpu().float() - theirs.float()).norm() < 4e-3 * theirs.float().norm()

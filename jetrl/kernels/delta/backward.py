@@ -66,7 +66,7 @@ def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     return torch.cat(out, 2)
 
 
-def conv_grads(
+def conv_heads_backward(
     grads: tuple[Tensor, Tensor, Tensor], x: Tensor, weight: Tensor, sizes: HeadSizes, parts: Parts
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `conv_heads` for x (its dtype) and the weight (FP32)."""
@@ -87,7 +87,7 @@ def gates_grads(
     return d_logits, d_a, d_dt
 
 
-def rule_grads(
+def delta_rule_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts
 ) -> tuple[Tensor, ...]:
     """Gradients of `delta_rule` for its five inputs, in their dtypes: q and k summed over the value heads of a key

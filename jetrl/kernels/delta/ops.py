@@ -32,7 +32,7 @@ class _ConvHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dq, dk, dv = grads
-        dx, dw = plain.conv_grads((dq, dk, dv), x, weight, ctx.sizes, ctx.parts)
+        dx, dw = plain.conv_heads_backward((dq, dk, dv), x, weight, ctx.sizes, ctx.parts)
         given = ctx.gradient.add(lambda kept: kept.add_(dw), lambda: dw) if ctx.needs_input_grad[1] else None
         return dx, given, None, None, None, None
 
@@ -86,7 +86,7 @@ class _DeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta = ctx.saved_tensors
-        return *plain.rule_grads(grad, q, k, v, g, beta, ctx.parts), None
+        return *delta_backend_of(q).delta_rule_backward(grad, q, k, v, g, beta, ctx.parts), None
 
 
 def delta_rule(

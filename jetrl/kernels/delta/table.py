@@ -8,6 +8,7 @@ OPS = (
     Op("conv_heads", reference="delta.reference", hopper=None, triton="delta.triton"),
     Op("delta_gates", reference="delta.reference", hopper=None, triton="delta.triton"),
     Op("delta_rule", reference="delta.reference", hopper=None, triton="delta.triton"),
+    Op("delta_rule_backward", reference="delta.backward", hopper=None, triton="delta.backward_triton"),
     Op("gated_norm", reference="delta.reference", hopper=None, triton="delta.triton"),
     Op("output_gate", reference="delta.reference", hopper=None, triton="delta.triton"),
 )

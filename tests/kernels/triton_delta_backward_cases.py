@@ -1,0 +1,97 @@
+"""Cases of the backward kernels of Gated DeltaNet: against `delta/backward.py` in float64, and run twice for the same
+bits, as in `triton_cases.py`: `python tests/kernels/triton_delta_backward_cases.py [part of a name]`, on a GPU or in the
+interpreter.
+
+What is allowed is what BF16 operands of products leave: the forward pass has 3.5e-3 to 8.5e-3 for the same kinds of
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import triton_cases as base
+import triton_portable_cases  # noqa: F401  (products in the interpreter, loops over numbers that a kernel computes)
+from torch import Tensor
+
+from jetrl.kernels.delta import backward as plain
+from jetrl.kernels.delta import backward_triton as bt
+from jetrl.kernels.delta.parts import HeadSizes, Parts
+
+DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
+NAMES = ("q", "k", "v", "g", "beta")
+# norm(error) / norm(gradient), of the worst of several lengths and heads, rounded up
+MOST = {"random": 6e-3, "keys": 1.2e-2, "slow": 1.2e-2}
+
+
+def inputs(count: int, sizes: HeadSizes, kind: str, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v in BF16, g, beta in FP32, and a gradient in BF16, on the CPU. `keys`: keys alike; `slow`: keys alike, a
+    slow decay and steps of nearly 1."""
+    gen = torch.Generator().manual_seed(seed)
+    hk, hv, dk, dv = sizes
+    shift = {"random": 0.0, "keys": 0.3, "slow": 0.1}[kind]
+    q, k = (torch.nn.functional.normalize(torch.randn(count, hk, dk, generator=gen) + shift, dim=-1) for _ in "qk")
+    v, up = (torch.randn(count, hv, dv, generator=gen).bfloat16() for _ in range(2))
+    g, beta = -torch.rand(count, hv, generator=gen), torch.rand(count, hv, generator=gen)
+    if kind == "slow":
+        g, beta = g * 0.02, 1.0 - 0.05 * beta
+    return q.bfloat16(), k.bfloat16(), v, g, beta, up
+
+
+def in_float64(x: tuple[Tensor, ...], lengths: list[int]) -> list[Tensor]:
+    """Gradients of `plain.rule`, by autograd, of the five inputs."""
+    q, k, v, g, beta, up = (t.double() for t in x)
+    leaves = [t.requires_grad_() for t in (q, k, v, g, beta)]
+    repeat, at, total = v.shape[1] // k.shape[1], 0, torch.zeros((), dtype=torch.float64)
+    for n in lengths:
+        pad = -n % plain.CHUNK
+        cut = [torch.nn.functional.pad(t[at : at + n].transpose(0, 1), (0, 0) * (t.ndim - 2) + (0, pad)) for t in leaves]
+        cut[:2] = (t.repeat_interleave(repeat, 0) for t in cut[:2])
+        out = plain.rule(*(t[None] for t in cut))[0].transpose(0, 1)[:n]
+        total, at = total + (out * up[at : at + n]).sum(), at + n
+    return list(torch.autograd.grad(total, leaves))
+
+
+def parts_of(lengths: list[int]) -> Parts:
+    return Parts(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE), tuple(lengths))
+
+
+def errors(x: tuple[Tensor, ...], lengths: list[int]) -> dict[str, float]:
+    """Of the kernels' gradients, relative; the kernels run twice."""
+    *five, up = (t.to(DEVICE) for t in x)
+    first, again = (bt.delta_rule_backward(up, *five, parts_of(lengths)) for _ in range(2))
+    found = {}
+    for name, mine, same, given, want in zip(NAMES, first, again, five, in_float64(x, lengths), strict=True):
+        equal(f"d{name} again", mine, same)
+        assert mine.dtype == given.dtype and mine.shape == given.shape
+        found[name] = float((mine.cpu().double() - want).norm() / want.norm())
+    return found
+
+
+def rule_cases() -> Iterator[tuple[str, Case]]:
+    def against_float64(lengths: list[int], sizes: HeadSizes, kind: str) -> None:
+        found = errors(inputs(sum(lengths), sizes, kind, sum(lengths)), lengths)
+        print(kind, lengths, {name: f"{error:.1e}" for name, error in found.items()})
+        for name, error in found.items():
+            assert error < MOST[kind], f"d{name}: relative error {error:.5f}"
+
+    small, wide, square = HeadSizes(1, 2, 16, 32), HeadSizes(1, 1, 64, 16), HeadSizes(2, 2, 32, 32)
+    large = HeadSizes(2, 4, 128, 128)
+    for kind in MOST:
+        cases = [([70, 1, 33], small), ([64], wide), ([130], square)]
+        if not base.INTERPRET:
+            cases += [([1], large), ([63, 64, 65, 300], large), ([2000, 3], large)]
+        elif kind == "keys":
+            cases += [([90], HeadSizes(1, 2, 128, 128))]
+        for lengths, sizes in cases:
+            yield f"{kind} {lengths} {tuple(sizes)}", partial(against_float64, lengths, sizes, kind)
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    return list(rule_cases())
+
+
+if __name__ == "__main__":
+    raise SystemExit(base.main(all_cases()))

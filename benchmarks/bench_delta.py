@@ -3,8 +3,9 @@
     python benchmarks/bench_delta.py            # sizes of the 9B model; results/delta.json
     python benchmarks/bench_delta.py --tiny     # without a GPU: the definition at a small size, to see that it runs
 
-Three rounds, cases interleaved; medians and the spread. Decode steps have sequences at all phases of a chunk; their
-share is that of the time in which an H200 would read the bytes of the design (46.7 KB a value head and token).
+"plain" is the backward pass in plain torch (`delta/backward.py`), which a CPU has. Three rounds, cases interleaved;
+medians and the spread. Decode steps have sequences at all phases of a chunk; their share is that of the time in which
+an H200 would read the bytes of the design (46.7 KB a value head and token).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import torch
 from common import READ_TBPS, RESULTS, write_json
 
-from jetrl.kernels.delta.backward import delta_rule_backward
+from jetrl.kernels.delta import backward as plain
 from jetrl.kernels.delta.parts import HeadSizes, Parts, empty_state
 from jetrl.types import StateRows
 
@@ -58,8 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     tiny = parser.parse_args(arguments).tiny
     device = "cpu" if tiny else "cuda"
     if tiny:
+        from jetrl.kernels.delta.backward import delta_rule_backward
         from jetrl.kernels.delta.reference import delta_rule
     else:
+        from jetrl.kernels.delta.backward_triton import delta_rule_backward
         from jetrl.kernels.delta.triton import delta_rule
     sizes = HeadSizes(1, 2, 16, 16) if tiny else HeadSizes(16, 32, 128, 128)
     cases: dict[str, Callable[[], object]] = {}
@@ -69,6 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         parts = Parts(ends, (length,) * number)
         cases[f"packed {number} x {length}"] = lambda x=x, p=parts: delta_rule(*x, p, None)
         cases[f"backward {number} x {length}"] = lambda x=x, p=parts: delta_rule_backward(x[2], *x, p)
+        cases[f"plain {number} x {length}"] = lambda x=x, p=parts: plain.delta_rule_backward(x[2], *x, p)
     for batch in (2,) if tiny else (64, 256):
         x, rows = inputs(batch, sizes, device), torch.arange(2, 2 + batch, device=device)
         kept = empty_state(2 + batch, sizes, torch.bfloat16, device)
@@ -79,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, run in cases.items():
-            found[name].append(timed(run, device, 3 if tiny else 20))
+            found[name].append(timed(run, device, 3 if tiny or name.startswith("plain") else 20))
         if not tiny:
             name = torch.cuda.get_device_name()
             write_json(RESULTS / "delta.json", {"gpu": name, "heads": list(sizes), "ms": found})

@@ -1,6 +1,6 @@
 """Cases of the backward kernels of Gated DeltaNet: against `delta/backward.py` in float64, and run twice for the same
-bits, as in `triton_cases.py`: `python tests/kernels/triton_delta_backward_cases.py [part of a name]`, on a GPU or in the
-interpreter.
+bits, as in `triton_cases.py`: `python tests/kernels/triton_delta_backward_cases.py [part of a name]`, on a GPU or in
+the interpreter.
 
 What is allowed is what BF16 operands of products leave: the forward pass has 3.5e-3 to 8.5e-3 for the same kinds of
 inputs.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 import triton_cases as base
 import triton_portable_cases  # noqa: F401  (products in the interpreter, loops over numbers that a kernel computes)
 from torch import Tensor
@@ -47,7 +48,7 @@ def in_float64(x: tuple[Tensor, ...], lengths: list[int]) -> list[Tensor]:
     repeat, at, total = v.shape[1] // k.shape[1], 0, torch.zeros((), dtype=torch.float64)
     for n in lengths:
         pad = -n % plain.CHUNK
-        cut = [torch.nn.functional.pad(t[at : at + n].transpose(0, 1), (0, 0) * (t.ndim - 2) + (0, pad)) for t in leaves]
+        cut = [F.pad(t[at : at + n].transpose(0, 1), (0, 0) * (t.ndim - 2) + (0, pad)) for t in leaves]
         cut[:2] = (t.repeat_interleave(repeat, 0) for t in cut[:2])
         out = plain.rule(*(t[None] for t in cut))[0].transpose(0, 1)[:n]
         total, at = total + (out * up[at : at + n]).sum(), at + n
@@ -73,24 +74,37 @@ def errors(x: tuple[Tensor, ...], lengths: list[int]) -> dict[str, float]:
 def rule_cases() -> Iterator[tuple[str, Case]]:
     def against_float64(lengths: list[int], sizes: HeadSizes, kind: str) -> None:
         found = errors(inputs(sum(lengths), sizes, kind, sum(lengths)), lengths)
-        print(kind, lengths, {name: f"{error:.1e}" for name, error in found.items()})
+        print(kind, lengths, tuple(sizes), {name: f"{error:.1e}" for name, error in found.items()})
         for name, error in found.items():
             assert error < MOST[kind], f"d{name}: relative error {error:.5f}"
 
     small, wide, square = HeadSizes(1, 2, 16, 32), HeadSizes(1, 1, 64, 16), HeadSizes(2, 2, 32, 32)
     large = HeadSizes(2, 4, 128, 128)
+    few = {"random": [([70, 1, 33], small)], "keys": [([90], HeadSizes(1, 2, 128, 128))], "slow": [([64], wide)]}
+    many = [([70, 1, 33], small), ([64], wide), ([130], square)]
+    many += [([1], large), ([63, 64, 65, 300], large), ([2000, 3], large)]
     for kind in MOST:
-        cases = [([70, 1, 33], small), ([64], wide), ([130], square)]
-        if not base.INTERPRET:
-            cases += [([1], large), ([63, 64, 65, 300], large), ([2000, 3], large)]
-        elif kind == "keys":
-            cases += [([90], HeadSizes(1, 2, 128, 128))]
-        for lengths, sizes in cases:
+        for lengths, sizes in few[kind] + [([130], square)][: kind == "slow"] if base.INTERPRET else many:
             yield f"{kind} {lengths} {tuple(sizes)}", partial(against_float64, lengths, sizes, kind)
 
 
+def pack_cases() -> Iterator[tuple[str, Case]]:
+    def alone(lengths: list[int], sizes: HeadSizes) -> None:
+        """A sequence's gradients do not depend on those around it."""
+        *five, up = (t.to(DEVICE) for t in inputs(sum(lengths), sizes, "keys", 3))
+        packed = bt.delta_rule_backward(up, *five, parts_of(lengths))
+        at = 0
+        for n in lengths:
+            cut = [t[at : at + n].contiguous() for t in (up, *five)]
+            for name, mine, whole in zip(NAMES, bt.delta_rule_backward(*cut, parts_of([n])), packed, strict=True):
+                equal(f"d{name} of rows {at} to {at + n}", mine, whole[at : at + n])
+            at += n
+
+    yield "a sequence alone", partial(alone, [20, 65], HeadSizes(1, 2, 16, 16))
+
+
 def all_cases() -> list[tuple[str, Case]]:
-    return list(rule_cases())
+    return [*rule_cases(), *pack_cases()]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Gradients of Gated DeltaNet: plain FP32 forms of the ops, which autograd differentiates, on any device.
 
+On a GPU those of the rule are `backward_triton.py`'s, which the tests compare with these.
 Gradients are outside parity: they pass straight through all roundings, and nothing of the forward pass is kept but its
 inputs. They repeat to the bit on one machine: no sum is left to chance (no atomic additions).
 """

@@ -15,14 +15,15 @@ and then, of each chunk by itself, dR = T^T dD, dv = beta dR, N = -E (dR D^T) be
     dq = scale gam (dO S^T) + M k          dk = beta (N k - gam (dR S^T)) + e (D dS'^T) + M^T q + N^T (beta k)
     dG_i = q_i.dq_i + k_i.(what dk has by row i) - k_i.(what it has by column i), and of e and exp(G_63) at row 63
 
-The forward pass keeps no states for this: of a layer with 32 value heads of 128 x 128 they are 16 KB a token in BF16, so
-12.6 GB for 32K tokens in the 24 layers of the 9B model, and to make them again takes a walk. What is here while a layer
-goes backward: 2.6 KB a token and value head at that size (`backward_bytes`).
+The forward pass keeps no states for this: in a layer of 32 value heads of 128 x 128 they are 16 KB a token in BF16, so
+12.9 GB for 32K tokens in the 24 layers of the 9B model, and a walk makes them again. While a layer goes backward, 2.3
+KB a token and value head are held at that size: T 256 bytes, W (later dR), U and P^T dO 256 each, S and dS 512 each, M
+and N 128 each, vectors 21.
 
 Products have BF16 operands and FP32 sums; the inverse of I + L is FP32 (TF32 x 3 where blocks meet), rounded for its
-products. Nothing is added in an order left to chance: a program owns what it writes. Every product has 16 or 32 rows, so
-that it is `mma.sync` on all GPUs: Triton 3.6 miscompiles `wgmma` in a walk over chunks. States are transposed (dv x dk)
-here for that reason.
+products. Nothing is added in an order left to chance: a program owns what it writes. Every product has 16 or 32 rows,
+so it is `mma.sync` on Hopper too: Triton 3.6 miscompiles `wgmma` in a walk over chunks. States are transposed (dv x
+dk) here for that reason.
 
 Legend: `C` chunks, `T` tokens, `HK`, `HV` heads of keys and values, `DK`, `DV` their sizes.
 """
@@ -32,11 +33,11 @@ Legend: `C` chunks, `T` tokens, `HK`, `HV` heads of keys and values, `DK`, `DV` 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels import launch
 from jetrl.kernels.delta.parts import CHUNK, Parts
 
 _COLUMNS = 32  # of values, in a program that walks over states
@@ -154,7 +155,7 @@ def _rows_kernel(
 @triton.jit
 def _states_kernel(
     k_p, cu_p, base_p, G_p, W_p, U_p, S_p, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BV: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """A (block of values, value head, sequence): S at the start of each chunk [C, HV, DV, DK]; D in place of U."""
     y0, h, s = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
@@ -170,7 +171,7 @@ def _states_kernel(
     S_p += at * (DK * DV)
     length = (end - tok).to(tl.int32)
     S = tl.zeros((BV, DK), tl.float32)
-    for n in tl.range(0, last - first, num_stages=STAGES):
+    for n in tl.range(0, last - first, num_stages=3):
         high = S.to(tl.bfloat16)
         tl.store(S_p + y[:, None] * DK + x[None, :], high)
         W = tl.load(W_p + j[:, None] * DK + x[None, :])
@@ -190,7 +191,7 @@ def _states_kernel(
 @triton.jit
 def _state_grads_kernel(
     q_p, k_p, do_p, cu_p, base_p, G_p, W_p, V_p, dS_p, scale, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    DV: tl.constexpr, BV: tl.constexpr,
 ):
     """A (block of values, value head, sequence), from its last chunk back: dS' at the end of each chunk
     [C, HV, DV, DK]; dD in place of scale P^T dO."""
@@ -210,7 +211,7 @@ def _state_grads_kernel(
     V_p += at * (64 * DV)
     dS_p += at * (DK * DV)
     dS = tl.zeros((BV, DK), tl.float32)
-    for n in tl.range(0, last - first, num_stages=STAGES):
+    for n in tl.range(0, last - first, num_stages=2):
         high = dS.to(tl.bfloat16)
         tl.store(dS_p + y[:, None] * DK + x[None, :], high)
         live = (j < left + n * 64)[:, None]  # all but for the last
@@ -239,7 +240,7 @@ def _pairs_kernel(
     v_p, do_p, beta_p, start_p, count_p, G_p, T_p, D_p, dD_p, dR_p, M_p, N_p, dv_p, dbeta_p, scale,
     HV: tl.constexpr, DV: tl.constexpr,
 ):
-    """A (chunk, value head, half of its rows): dv; dR [C, HV, 64, DV], M and N [C, HV, 64, 64]; dR.v, a part of dbeta."""
+    """A (chunk, value head, half of its rows): dv; dR [C, HV, 64, DV]; M, N [C, HV, 64, 64]; dR.v, a part of dbeta."""
     c, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * 32
     tok, count = tl.load(start_p + c).to(tl.int64), tl.load(count_p + c) - first
     at = c.to(tl.int64) * HV + h
@@ -288,7 +289,7 @@ def _keys_kernel(
         at = c.to(tl.int64) * HV + h
         own, by_row, by_column = dq * 0.0, dq * 0.0, dq * 0.0
         both = 0.0
-        for y0 in tl.range(0, DV, BV, num_stages=1):
+        for y0 in tl.range(0, DV, BV, num_stages=3):
             y = y0 + tl.arange(0, BV)
             state = y[:, None] * DK + x[None, :]
             S, dS = tl.load(S_p + at * (DK * DV) + state), tl.load(dS_p + at * (DK * DV) + state)
@@ -346,10 +347,10 @@ def _decay_kernel(
 
 
 def chunks_of(parts: Parts) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The first chunk of each sequence [B + 1]; of each chunk its first token and its number of tokens [C], int32; C."""
+    """The first chunk of each sequence [B + 1]; of each chunk the first token and the number of tokens [C]; C."""
     cu, total = parts.cu_seqlens, sum(-(-n // CHUNK) for n in parts.lengths)
     counts = (cu.diff() + (CHUNK - 1)) // CHUNK
-    base = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    base = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     chunk = torch.arange(total, dtype=torch.int32, device=cu.device)
     sequence = torch.searchsorted(base[1:].contiguous(), chunk, right=True)
     start = cu[sequence] + (chunk - base[sequence]) * CHUNK
@@ -380,7 +381,7 @@ def delta_rule_backward(
         num_stages=1,
     )
     states, state_grads, block = room(dv, dk), room(dv, dk), min(_COLUMNS, dv)
-    walk = {**sizes, "DV": dv, "BV": block, "STAGES": _stages(), "num_warps": 4}
+    walk = {**sizes, "DV": dv, "BV": block, "num_warps": 4}
     grid = (dv // block, hv, len(parts.lengths))
     _states_kernel[grid](k, parts.cu_seqlens, base, sums, by_keys, d, states, **walk)
     _state_grads_kernel[grid](q, k, grad, parts.cu_seqlens, base, sums, by_keys, d_grad, state_grads, scale, **walk)
@@ -402,7 +403,3 @@ def delta_rule_backward(
     _decay_kernel[(chunks, hv)](start, count, steps, sum_grads, last, dg, dbeta, HV=hv, PARTS=dk // part, num_warps=1)
     return dq, dk_all, dv_all, dg, dbeta
 
-
-def _stages() -> int:
-    """How many chunks are on their way while one is worked on: as the shared memory allows."""
-    return 2 if launch.CAPABILITY in ((8, 0), (9, 0), (10, 0), (10, 3)) else 1

@@ -41,7 +41,8 @@ class GatedDelta(Block):
         "concat": "none (a copy)",
         "conv_heads_backward": "fp32, rounded once to bf16",
         "delta_gates_backward": "fp32",
-        "delta_rule_backward": "fp32, rounded once to the format of each input",
+        "delta_rule_backward": "fp32 on a CPU, fp32 sums of bf16 operands on a GPU; rounded once to the format of each "
+        "input",
         "gated_norm_backward": "fp32, rounded once to bf16",
     }
     formulas = {

@@ -8,7 +8,7 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ import triton_portable_cases  # noqa: F401  (products in the interpreter, loops 
 from torch import Tensor
 
 from jetrl.kernels.delta import backward as plain
+from jetrl.kernels.delta import backward_rows as br
 from jetrl.kernels.delta import backward_triton as bt
 from jetrl.kernels.delta.parts import HeadSizes, Parts
 
@@ -103,8 +104,51 @@ def pack_cases() -> Iterator[tuple[str, Case]]:
     yield "a sequence alone", partial(alone, [20, 65], HeadSizes(1, 2, 16, 16))
 
 
+def row_cases() -> Iterator[tuple[str, Case]]:
+    """FP32 here and there: BF16 results to their rounding, the others to that of sums."""
+    def close(names: str, got: Sequence[Tensor], again: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+        for name, mine, same, theirs in zip(names.split(), got, again, want, strict=True):
+            equal(f"{name} again", mine, same)
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, name
+            error = (mine.cpu().double() - theirs.double()).norm() / theirs.double().norm()
+            assert error < (2e-5 if mine.dtype == torch.float32 else 3e-4), f"{name}: relative error {error:.6f}"
+
+    def conv(sizes: HeadSizes, width: int) -> None:
+        gen, lengths = torch.Generator().manual_seed(1), [1, 2, 9, 40, 3]
+        channels = sum(sizes.columns)
+        x = torch.randn(sum(lengths), channels + 16, generator=gen).bfloat16()  # with the gate behind
+        weight = torch.rand(channels, width, generator=gen).sub(0.5).bfloat16()
+        hk, hv, dk, dv = sizes
+        ups = tuple(torch.randn(len(x), h, d, generator=gen).bfloat16() for h, d in ((hk, dk), (hk, dk), (hv, dv)))
+        on_host = Parts(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), tuple(lengths))
+        want = plain.conv_heads_backward(ups, x[:, :channels], weight, sizes, on_host)
+        given = tuple(t.to(DEVICE) for t in ups), x.to(DEVICE)[:, :channels], weight.to(DEVICE), sizes
+        got, again = (br.conv_heads_backward(*given, parts_of(lengths)) for _ in range(2))
+        close("dx dw", got, again, want)
+
+    def gated(heads: int, size: int) -> None:
+        gen = torch.Generator().manual_seed(3)
+        x, up, wide = (torch.randn(19, heads, n, generator=gen).bfloat16() for n in (size, size, 2 * size))
+        weight, gate = torch.rand(size, generator=gen).bfloat16() + 0.5, wide[:, :, size:]
+        there = wide.to(DEVICE)[:, :, size:]
+        want = plain.gated_norm_backward(up, x, gate, weight, 1e-6)
+        given = up.to(DEVICE), x.to(DEVICE), there
+        got, again = (br.gated_norm_backward(*given, weight.to(DEVICE), 1e-6) for _ in range(2))
+        close("dx dgate dw", got, again, want)
+        got, again = (br.output_gate_backward(*given) for _ in range(2))
+        close("dx dgate", got, again, plain.output_gate_backward(up, x, gate))
+
+    for sizes, width in ((HeadSizes(1, 2, 16, 32), 4), (HeadSizes(2, 2, 32, 16), 3)):
+        yield f"conv_heads {tuple(sizes)}, width {width}", partial(conv, sizes, width)
+    for heads, size in ((3, 16), (2, 24)):
+        yield f"gated_norm and output_gate, {heads} heads of {size}", partial(gated, heads, size)
+    if not base.INTERPRET:
+        yield "conv_heads of 9B", partial(conv, HeadSizes(16, 32, 128, 128), 4)
+        yield "gated_norm and output_gate of 9B", partial(gated, 32, 128)
+
+
 def all_cases() -> list[tuple[str, Case]]:
-    return [*rule_cases(), *pack_cases()]
+    return [*rule_cases(), *pack_cases(), *row_cases()]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.adapters import ops
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor, Reads
 from jetrl.kernels.quantize.ops import weight_values
 from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Published
@@ -91,6 +91,10 @@ class Adapter(nn.Module):
     def finish(self, y: Tensor, begun: ops.Begun) -> Tensor:
         """The base's output `y` with the adapters', in its place."""
         return ops.finish(y, begun, self.b.published, self.scale, self.places)
+
+    def finish_swiglu(self, y: Tensor, begun: ops.Begun, reads: Reads) -> Tensor | QTensor | Coded:
+        """`swiglu(finish(y, begun))`, as the next linear `reads` it; this linear's projections are gate and up."""
+        return ops.finish_swiglu(y, begun, self.b.published, self.scale, self.places, reads)
 
     def shrink(self, x: Tensor) -> Tensor:
         """A x [T, P r], rounded."""

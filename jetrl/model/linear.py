@@ -319,22 +319,31 @@ class FlowLinear(HoldsMasters):
 
     def base(self, x: Tensor | QTensor | Coded, side: Side) -> tuple[Tensor, Begun | None]:
         """W x, rounded, without a bias, and what adapters will add to it, if there are any (`Adapter.finish`)."""
-        pow2, begun = self.reads(side).pow2, None
+        pow2 = self.reads(side).pow2
         codes = x.codes if isinstance(x, Coded) else x if isinstance(x, QTensor) else None
         values = x.values if isinstance(x, Coded) else x if isinstance(x, Tensor) else None
-        if self.lora is not None:
-            assert values is not None, "adapters read the BF16 input, never its codes"
-            begun = self.lora.begin(values, pow2 if codes is None else None)
-            codes = codes or begun.codes
+        if self.lora is None:
+            return self._base(values, codes, pow2), None
+        assert values is not None, "adapters read the BF16 input, never its codes"
+        if pow2 is not None and codes is None:
+            begun = self.lora.begin(values, pow2)
+            return self._base(values, begun.codes, pow2), begun
+        begun, join = self.lora.begin_beside(values)
+        y = self._base(values, codes, pow2)
+        join()
+        return y, begun
+
+    def _base(self, x: Tensor | None, codes: QTensor | None, pow2: bool | None) -> Tensor:
+        """By the codes, with scales of kind `pow2`, or in BF16 (None)."""
         if pow2 is not None:
             if codes is None:
-                assert values is not None
-                codes = quantize_act(values, pow2)
-            return gemm.fp8_gemm(codes, self.fp8_operand(), self.dtype), begun
-        assert values is not None, "this layer is BF16: it takes no quantized input"
+                assert x is not None
+                codes = quantize_act(x, pow2)
+            return gemm.fp8_gemm(codes, self.fp8_operand(), self.dtype)
+        assert x is not None, "this layer is BF16: it takes no quantized input"
         if self.weight_only and self.quantized is not None:
-            return gemm.coded_gemm(values, self.quantized, self.bf16_operand(), self.dtype), begun
-        return gemm.bf16_gemm(values, self.bf16_operand(), self.dtype), begun
+            return gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
+        return gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
 
     def biased(self, y: Tensor) -> Tensor:
         """`y` with the bias, if there is one, and its gradient."""

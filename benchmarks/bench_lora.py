@@ -8,8 +8,8 @@
 
 decode  milliseconds of a decode step, in one process: the model with adapters, and the same one without them (over the
         same memory), take turns. Prompts of `--prompt` tokens, `--new` new ones. Goal: at most +10 % at 64 sequences,
-        +6 % at 256. `--also apart`: adapters beside SwiGLU and the quantizers, each in kernels of its own; `fork`: A x on
-        a second stream (`model.adapter.FORK`).
+        +6 % at 256. `--also apart`: adapters beside SwiGLU and the quantizers, each in kernels of its own; `fork`: A x
+        on a second stream (`model.adapter.FORK`). Each engine has a cache of its own.
 update  `train.step.update` of `--tokens` in sequences of `--length`, one a micro-batch, and publishing, as in
         `bench_update.py`. All weights (BF16 masters and moments, as FP32 ones do not fit) and adapters (FP32 masters
         and moments) take turns in processes of their own, of which each measures `--repeats`. With adapters also

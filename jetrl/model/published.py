@@ -161,7 +161,8 @@ class Together:
             apart = master.split is not None or p.dtype == module.dtype  # rows of all ranks; a copy that is the master
             self._first |= not fits and not apart
             (together if fits and not apart else self._alone).append(module)
-        self._together, self._from = together, [m.weight for m in together]
+        self._together = together
+        self._from: list[Tensor] = [m.weight for m in together]
         self._to = [m.published for m in together]
 
     def hold(self) -> bool:

@@ -138,8 +138,8 @@ def test_expand_is_one_chain_and_the_product_with_the_scale_is_rounded(
 
 
 def _asked_for_at_once(code: str, chains: int) -> None:
-    """Only u and B go through shared memory, once for each product. A chain's sum that went there would wait for the one
-    before, at a barrier."""
+    """Only u and B go through shared memory, once for each product. A chain's sum that went there would wait for the
+    one before, at a barrier."""
     if chains:
         assert code.count("ttg.local_alloc") == code.count("ttg.local_load") == 2 * code.count("tt.dot ")
         assert not re.search(r"local_alloc [^\n]*xf32", code)

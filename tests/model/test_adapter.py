@@ -200,7 +200,7 @@ def test_publishing_touches_adapters_alone_and_in_place() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_publishing_in_one_call_notices_what_has_changed(dtype: torch.dtype) -> None:
-    """What it looked up holds from publish to publish; other memory, a copy of the model and a frozen table are seen."""
+    """What it looked up holds from publish to publish; other memory, a copy of the model, a frozen table are seen."""
     def right(model: Transformer) -> None:
         model.publish()
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Adapters of gate and up, and SwiGLU, in one Triton kernel: the bits of `_expand_kernel` and `_swiglu_kernel` after it.
+"""Adapters of gate and up, and SwiGLU, in one Triton kernel: the bits of `_expand_kernel`, then `_swiglu_kernel`.
 
 So the sum of the base and its adapters [T, 2F] is neither written nor read again, and one launch fewer is made. Where
 the next linear reads codes, they are made here, as there.

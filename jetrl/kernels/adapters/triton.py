@@ -1,4 +1,4 @@
-"""Adapters as two Triton kernels, with one order of sums for any number of tokens.
+"""Adapters as two Triton kernels, with one order of sums for any number of tokens (`swiglu.py` has a third).
 
     shrink  A x: chains of 512 of K, each from zero by the tensor core, 16 at a time; their sums added in FP32, in order
             of K, from zero; rounded to BF16
@@ -8,6 +8,9 @@ Few tokens would leave most of the device idle while a few programs walk along K
 own then, which writes its sum [chains, T, P r], and `expand` adds these up before it multiplies: the same order, hence
 the same bits. The programs of `shrink` also write the codes of x, where the linear reads FP8: no launch more. For many
 tokens a program has all chains, and u is written (the backward pass reads it).
+
+A decode step waits for memory most of the time. So A and B are asked for before the kernel before has ended, and all
+sums of chains at once.
 
 Products are by `mma.sync` for every size (tiles are too small, or warps too few, for `wgmma`). FP fusion is off, and a
 chain's sum is never the accumulator that a product adds to. `tests/kernels/triton_adapter_cases.py` runs both in the
@@ -102,8 +105,9 @@ def _shrink_kernel(
 
 @triton.jit
 def _as_it_lies(x):
-    """`x`, BF16. "Not pure" is for Triton's choice of layouts, as in `quantize.triton.widened`: else each chain's sum would
-    go through shared memory by itself, with barriers, to lie as a product wants it, and only then the next be asked for.
+    """`x`, BF16. "Not pure" is for Triton's choice of layouts, as in `quantize.triton.widened`: else each chain's sum
+    would go through shared memory by itself, with barriers, to lie as a product wants it, and only then the next be
+    asked for.
     """
     if ON_GPU:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
@@ -192,7 +196,7 @@ def _expand_kernel(
 
 
 def unrolled(chains: int, most: int) -> int:
-    """How many chains' sums are asked for at a time, at most `most`: a divisor, as a remainder would come one by one."""
+    """How many chains' sums are asked for at a time, at most `most`: a divisor, as a remainder comes one by one."""
     whole = max(size for size in range(1, most + 1) if max(1, chains) % size == 0)
     return whole if whole >= min(chains, 6) else min(8, most)
 

@@ -110,6 +110,15 @@ def _place(index, queries, sequences, first, low, TOKENS: tl.constexpr):
     return s, block - (tl.load(queries + s) - first + s * (TOKENS - 1)) // TOKENS
 
 
+@triton.jit
+def _left(tops, sums, accs, to, known, ROWS: tl.constexpr, L: tl.constexpr):
+    """Maxima, sums and outputs of rows whose chunk `latent_shared` has begun, where `known`; else those of no key."""
+    top = tl.load(tops + to, mask=known, other=float("-inf"))
+    total = tl.zeros([ROWS, 16], tl.float32) + tl.load(sums + to, mask=known, other=0.0)[:, None]
+    at = to[:, None] * L + tl.arange(0, L)[None, :]
+    return top, total, tl.load(accs + at, mask=known[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
 def _rows_kernel(
     q, rows, table, queries, keys, done, out, lse, tops, sums, accs, scale, natural, width, low, high, sequences, first,
@@ -151,10 +160,7 @@ def _rows_kernel(
         acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
         to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
         if UNIT > 0:
-            known = alive & (begun > chunk * CHUNK)
-            top = tl.load(tops + to, mask=known, other=float("-inf"))
-            total += tl.load(sums + to, mask=known, other=0.0)[:, None]
-            acc = tl.load(accs + to[:, None] * L + e[None, :], mask=known[:, None], other=0.0)
+            top, total, acc = _left(tops, sums, accs, to, alive & (begun > chunk * CHUNK), ROWS, L)
         for t in range(begun, end, TILE):
             if PAGE > 0:
                 line = tl.load(table + sequence * width + t // PAGE).to(tl.int64) * PAGE + t % PAGE + k

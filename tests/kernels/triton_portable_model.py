@@ -119,6 +119,7 @@ def model_cases() -> Iterator[tuple[str, base.Case]]:
     yield "certificate of a hybrid, fp8 kv", partial(certificate, "fp8 kv", HYBRID, Workload(2, 5, 4, 2))
     yield "gradients bf16", partial(learning, "bf16", SPEC)
     yield "gradients of a hybrid, bf16", partial(learning, "bf16", HYBRID)
+    yield "gradients of a hybrid, fp8", partial(learning, "fp8", HYBRID)
 
 
 if __name__ == "__main__":

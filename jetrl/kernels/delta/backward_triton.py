@@ -271,7 +271,7 @@ def _pairs_kernel(
 
 
 @triton.jit
-def _keys_kernel(
+def _key_grads_kernel(
     q_p, k_p, do_p, beta_p, start_p, count_p, G_p, S_p, dS_p, D_p, dR_p, M_p, N_p, dq_p, dk_p, step_p, dG_p, last_p,
     scale, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):
@@ -396,7 +396,7 @@ def delta_rule_backward(
     part = min(_KEYS, dk)
     steps, sum_grads = (room(dk // part, 64, dtype=wide) for _ in range(2))
     last = room(dk // part, 2, dtype=wide)
-    _keys_kernel[(chunks, hk, 2 * dk // part)](
+    _key_grads_kernel[(chunks, hk, 2 * dk // part)](
         q, k, grad, beta, start, count, sums, states, state_grads, d, right, pairs, under, dq, dk_all, steps, sum_grads,
         last, scale, **sizes, DV=dv, BV=block, BK=part, num_warps=4, num_stages=1,
     )

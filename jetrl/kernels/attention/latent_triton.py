@@ -307,6 +307,11 @@ def blocks_of(tokens: int, lengths: tuple[int, ...], size: int) -> int:
     return (tokens - 1 + (apart + 1) * (size - 1)) // size + 1
 
 
+def form_of(rows: int, steps: Steps) -> tuple[int, int]:
+    """Warps of a program with so many rows, and tiles on their way. No bit depends on them."""
+    return 4 if rows < steps.tile else 8, steps.stages if rows < 64 else 2
+
+
 def _attend(
     q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
     scale: float, sizes: LatentSizes, lengths: tuple[int, ...], deepest: int, page: int, first: int, steps: Steps,
@@ -319,7 +324,7 @@ def _attend(
         return
     few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
     block = few if one else max(steps.rows, few)
-    warps, stages = (4 if block < steps.tile else 8), (steps.stages if block < 64 else 2)
+    warps, stages = form_of(block, steps)
     chunks = triton.cdiv(deepest, CHUNK)
     whole = chunks == 1 and shared is None
     slab = tokens if whole else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))

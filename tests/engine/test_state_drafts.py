@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import torch
 from enlarged import enlarged
 from hash_model import BurstRunner, Letters, learners_logprobs
+from run.test_carried import RAGGED, plain
+from tiny import HYBRID, numbers, tiny_run, weights_hash
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
@@ -242,6 +245,20 @@ def test_the_certificate_of_drafts(name: str, precision: str) -> None:
     with torch.no_grad():
         link = draft_link(model, random_sequences(model, work), work)
     assert (link.link, link.rows, link.rows_different, link.first_difference) == ("v", 3 * 20, 0, None)
+
+
+def test_a_run_with_drafts_is_the_run_without(tmp_path: Path) -> None:
+    """With answers of 1 to 40 tokens that are carried over to the next weights, and after a restart."""
+    changes = RAGGED | HYBRID | {"train.steps": 3, "checkpoint.save_interval": 1, "eval.eval_interval": 3}
+    off = tiny_run(tmp_path / "off", changes)
+    rows = numbers(off)
+    assert max(row.get("rollout/version_spans", 0) for row in rows) > 1, "nothing was carried over"
+    on = changes | {"rollout.speculate": "on"}
+    tiny_run(tmp_path / "on", on | {"train.steps": 2})
+    run = tiny_run(tmp_path / "on", on | {"checkpoint.resume": "auto"})
+    assert weights_hash(run, 3) == weights_hash(off, 3)
+    assert [plain(row) for row in numbers(run)] == rows
+    assert sum(row.get("rollout/draft_acceptance", 0.0) for row in numbers(run)) > 0.0, "no draft ever held"
 
 
 def test_steps_on_a_gpu_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,8 +242,8 @@ class ModelRunner:
     def _positions(
         self, plan: Plan, table: SamplingTable, states: StateRows | None, step: Proposal, real: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs drawn at the `real` [B, J] positions of a step with drafts, in their order. The next step
-        reads the `states` that this one leaves."""
+        """Tokens and log-probs drawn at the `real` [B, J] positions of a step with drafts, in their order. The next
+        step reads the `states` that this one leaves."""
         assert self.cache is not None
         counts = real.sum(1)
         some = counts > 0  # others are full

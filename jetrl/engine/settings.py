@@ -17,8 +17,8 @@ class EngineSettings:
     graphs that read it (None: of up to a tenth of its memory). `max_burst` decode steps lie between two looks at the
     tokens: more hide the host better, and waste up to as many tokens, less one, of each sequence that ends.
     `eos_token_ids=None` takes the tokenizer's. `share_beginnings`: a new request reads the full pages that another one
-    with the same beginning has filled with the same weights, also after that one has gone. `drafts`: states of sequences
-    can go back from wrong drafts; an engine with a speculator sets it.
+    with the same beginning has filled with the same weights, also after that one has gone. `drafts`: states of
+    sequences can go back from wrong drafts; an engine with a speculator sets it.
     """
 
     page_size: int = 16

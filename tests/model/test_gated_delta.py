@@ -323,8 +323,8 @@ def test_what_a_sequence_keeps() -> None:
     assert [(states[0, name].shape, states[0, name].format == FP32) for name in DELTA] == list(shapes)
     assert (1, CONV) not in states and (1, "keys") in states and (0, "keys") not in states
     assert 68e6 < row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16) < 82e6
-    more = row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16, drafts=True) - row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16)
-    assert more == 24 * 15 * 8192 * 2, "15 more rows before the convolution, so that drafts can be taken back"
+    plain, more = (row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16, drafts) for drafts in (False, True))
+    assert more - plain == 24 * 15 * 8192 * 2, "15 more rows before the convolution, so that drafts can be taken back"
     assert (grid_of(SPEC), grid_of(SPEC, drafts=True)) == (1, 16)
     require_rewind(SPEC)
 

@@ -66,7 +66,7 @@ class GatedDelta(Block):
             ((hv, dk, dv), FP32), ((hk, CHUNK, dk), BF16), ((hv, CHUNK, dv), BF16), ((hv, CHUNK), FP32),
             ((hv, BLOCK, dv), BF16), ((hv, BLOCK, BLOCK), FP32),
         )
-        # Rows of the running block are written again when a sequence goes back within it; those before stay as they are.
+        # Rows of the running block are written again when a sequence goes back within it; those before stay.
         rule = {name: PerSequence(shape, form, BLOCK) for name, (shape, form) in zip(DELTA, shapes, strict=True)}
         spare = BLOCK - 1
         return {CONV: PerSequence((d.conv_width - 1 + spare, d.conv_channels), BF16, BLOCK, spare)} | rule

@@ -87,7 +87,7 @@ def states_of(spec: ModelSpec, kv_cache: Format = BF16, drafts: bool = False) ->
 
 
 def require_rewind(spec: ModelSpec) -> None:
-    """UserError if drafts cannot be taken back: where a layer keeps one state for a sequence, of the last token alone."""
+    """UserError if drafts cannot be taken back: where a state of a sequence is that of its last token alone."""
     kinds = {
         block.kind: None for layer in range(spec.num_layers) for block in blocks_of(spec, layer)
         if any(isinstance(state, PerSequence) and state.grid == 1 for state in block.states(spec, BF16).values())

@@ -209,7 +209,7 @@ class Scheduler:
         """
         plan = self._plan
         assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
-        assert not depth or self.rows is None, "a state of a sequence cannot take drafts back"
+        assert not depth or self.rows is None or self.rows.grid > 1, "a state of a sequence cannot take drafts back"
         assert not depth or len(plan.tokens) * (depth + 1) <= self.max_tokens_per_step, "too many drafts"
         slots, size, at = plan.sample_slots, self.allocator.page_size, self.slots
         limit = min(limit, int((at.max_length[slots] - at.length[slots]).min()))
@@ -256,7 +256,7 @@ class Scheduler:
         if self.share_beginnings:
             self._tell_pages()
         if plan.depth:
-            at.computed[slots] = at.length[slots] - 1
+            at.computed[slots] = at.length[slots] - 1 + drawn - counts  # what came behind a stop was computed as well
             self._give_back(slots)
         self.num_drawn_tokens += int(counts.sum())
         ended = stopped | (at.length[slots] >= at.max_length[slots])

@@ -8,7 +8,8 @@
 
 decode  milliseconds of a decode step, in one process: the model with adapters, and the same one without them (over the
         same memory), take turns. Prompts of `--prompt` tokens, `--new` new ones. Goal: at most +10 % at 64 sequences,
-        +6 % at 256.
+        +6 % at 256. `--also apart`: adapters beside SwiGLU and the quantizers, each in kernels of its own; `fork`: A x
+        on a second stream (`model.adapter.FORK`). Each engine has a cache of its own.
 update  `train.step.update` of `--tokens` in sequences of `--length`, one a micro-batch, and publishing, as in
         `bench_update.py`. All weights (BF16 masters and moments, as FP32 ones do not fit) and adapters (FP32 masters
         and moments) take turns in processes of their own, of which each measures `--repeats`. With adapters also
@@ -28,9 +29,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -57,7 +60,11 @@ from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
 from jetrl.huggingface.adapter import write_adapters
 from jetrl.huggingface.config import hf_config
+from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.model import adapter, mlp
 from jetrl.model.adapter import without_adapters
+from jetrl.model.block import Block
+from jetrl.model.linear import FlowLinear
 from jetrl.model.master import masters_of, parts_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
@@ -76,13 +83,14 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Request, SamplingParams, StepReport, WeightSet
+from jetrl.types import Request, SamplingParams, Side, StepReport, WeightSet
 
 TINY = replace(
     SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=64, max_position=4096,
 )
 WHOLE, LORA = "all weights", "adapters"
+ALSO = {"apart": "adapters, apart", "fork": "adapters, two streams"}
 CONTEXT = GIB  # of a GPU's memory, that torch's allocator cannot have
 PARTS = ("decode", "update", "fit")
 
@@ -118,20 +126,41 @@ def decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     precision = args.one
     with_adapters = subject(args, precision, args.rank).published()
     models = {WHOLE: without_adapters(with_adapters), LORA: with_adapters}
+    models |= {ALSO[name]: with_adapters for name in args.also}
     for batch in args.batch:
         settings = EngineSettings(
             page_size=128 if args.device == "cuda" else 16, share_beginnings=False, max_num_seqs=batch,
             max_tokens_per_step=8192, kv_cache_tokens=batch * 128 * -(-(args.prompt + args.new) // 128),
         )
         engines = {name: PagedEngine(model, NoText(), FLOW, settings) for name, model in models.items()}
-        for engine in engines.values():  # compiles, and captures graphs
+        for name, engine in engines.items():  # compiles, and captures graphs
             engine.load(WeightSet(1, FLOW, {}))
-            engine.generate(requests_of(args, batch, min(args.prompt, 512), min(args.new, 40)))
+            with way(name):
+                engine.generate(requests_of(args, batch, min(args.prompt, 512), min(args.new, 40)))
         for number in range(args.rounds):
             for name, engine in list(engines.items())[:: 1 if number % 2 == 0 else -1]:
                 row = {"part": "decode", "precision": precision, "variant": name, "batch": batch, "round": number}
-                yield row | steps_of(engine, args, batch)
+                with way(name):
+                    yield row | steps_of(engine, args, batch)
         del engines, engine
+
+
+@contextmanager
+def way(variant: str) -> Iterator[None]:
+    """Within it, adapters are computed as that variant says."""
+    with ExitStack() as stack:
+        if variant == ALSO["fork"]:
+            stack.enter_context(mock.patch.object(adapter, "FORK", True))
+        if variant == ALSO["apart"]:
+            stack.enter_context(mock.patch.object(mlp, "infer_swiglu", apart))
+            stack.enter_context(mock.patch.object(Block, "add_norm_for", lambda self, linear, x, residual, side:
+                                                  self._normed(x, residual)))
+        yield
+
+
+def apart(x: Any, gate_up: FlowLinear, down: FlowLinear, side: Side) -> torch.Tensor:
+    """`mlp.infer_swiglu` op by op."""
+    return pointwise.swiglu(gate_up.infer(x, side))
 
 
 def requests_of(args: argparse.Namespace, batch: int, prompt: int, new: int) -> list[Request]:
@@ -330,7 +359,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         of_part = [row for row in rows if row["part"] == part]
         for case in dict.fromkeys((row["precision"], row.get("batch", row.get("tokens"))) for row in of_part):
             line: dict[str, Any] = {"part": part, "precision": case[0], "batch/tokens": case[1]}
-            for name in (WHOLE, LORA):
+            for name in (WHOLE, LORA, *ALSO.values()):
                 same = [r for r in of_part if (r["precision"], r.get("batch", r.get("tokens"))) == case]
                 values = [r[value] for r in same if r["variant"] == name]
                 peaks = [r["peak GiB"] for r in same if r["variant"] == name and "peak GiB" in r]
@@ -338,8 +367,9 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     line |= {f"{name} ms": median(values), f"{name} spread %": 100 * (max(values) / min(values) - 1)}
                 if peaks:
                     line[f"{name} GiB"] = max(peaks)
-            if f"{WHOLE} ms" in line and f"{LORA} ms" in line:
-                line["ratio"] = line[f"{LORA} ms"] / line[f"{WHOLE} ms"]
+            for name, short in ((LORA, "ratio"), *((name, f"ratio {short}") for short, name in ALSO.items())):
+                if f"{WHOLE} ms" in line and f"{name} ms" in line:
+                    line[short] = line[f"{name} ms"] / line[f"{WHOLE} ms"]
             found.append(line)
     return found
 
@@ -355,6 +385,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="decode: sequences")
     parser.add_argument("--prompt", type=int, default=512, help="decode: tokens of a prompt")
     parser.add_argument("--new", type=int, default=256, help="decode: new tokens of a sequence")
+    parser.add_argument("--also", nargs="+", choices=list(ALSO), default=[], help="decode: other ways to compute it")
     parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
     parser.add_argument("--length", type=int, default=8192, help="update: of a sequence, which is a micro-batch")
     parser.add_argument("--repeats", type=int, default=2, help="update: in each process")

@@ -35,3 +35,12 @@ def begin(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(at):
+    """Ask for the lines of memory at pointers `at` before `begin`. Nothing is read, so no value depends on when: it may
+    be of what is still being written. Only where PDL."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )

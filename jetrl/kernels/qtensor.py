@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,22 @@ class QTensor:
     def col_blocks(self) -> list[tuple[int, int]]:
         """Start and stop of each group of columns."""
         return blocks_of(self.col_sections)
+
+
+class Coded(NamedTuple):
+    """A matrix in BF16 and its codes: what a linear with adapters reads, which take the first, and its base the second.
+    """
+
+    values: Tensor
+    codes: QTensor
+
+
+class Reads(NamedTuple):
+    """What a linear reads of its input: the values, and codes, with scales that are powers of two or not (None: none).
+    """
+
+    values: bool
+    pow2: bool | None
 
 
 def room_for_codes(sections: tuple[int, ...], width: int, device: torch.device) -> QTensor:

@@ -11,8 +11,9 @@ Legend: `T` tokens, `K` input size, `N` rows of the base's weight, `P` projectio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.adapters import ops
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor, Reads
 from jetrl.kernels.quantize.ops import weight_values
 from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Published
@@ -30,6 +31,10 @@ from jetrl.precision.lora import Lora, edges
 
 if TYPE_CHECKING:
     from jetrl.model.transformer import Transformer
+
+# Whether a captured step computes A x on a second stream, beside the base's GEMM. No bit depends on it. Off until it is
+# measured: DeepGEMM leaves next to no registers free for another kernel, and the join costs about what a launch does.
+FORK = False
 
 
 class _Adapted(torch.autograd.Function):
@@ -88,9 +93,24 @@ class Adapter(nn.Module):
         """What `finish` needs of x, without gradients, and the codes that the base reads (`pow2`: of its scales)."""
         return ops.begin(x, self.a.published, pow2)
 
+    def begin_beside(self, x: Tensor) -> tuple[ops.Begun, Callable[[], None]]:
+        """`begin`, where the base needs nothing of it, and what is to be called once the base's GEMM is launched: the
+        stream waits there for what runs beside it (`FORK`)."""
+        if not (FORK and x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.begin(x), _nothing
+        main, beside = torch.cuda.current_stream(), _second_stream(x.device)
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            begun = self.begin(x)
+        return begun, partial(main.wait_stream, beside)
+
     def finish(self, y: Tensor, begun: ops.Begun) -> Tensor:
         """The base's output `y` with the adapters', in its place."""
         return ops.finish(y, begun, self.b.published, self.scale, self.places)
+
+    def finish_swiglu(self, y: Tensor, begun: ops.Begun, reads: Reads) -> Tensor | QTensor | Coded:
+        """`swiglu(finish(y, begun))`, as the next linear `reads` it; this linear's projections are gate and up."""
+        return ops.finish_swiglu(y, begun, self.b.published, self.scale, self.places, reads)
 
     def shrink(self, x: Tensor) -> Tensor:
         """A x [T, P r], rounded."""
@@ -117,6 +137,15 @@ class Adapter(nn.Module):
     def add_expand_gradient(self, dy: Tensor, u: Tensor, kept: Tensor) -> None:
         """dB, added to `kept` in FP32 and rounded to its type."""
         kept.copy_(kept.to(torch.float32) + self.expand_gradient(dy, u))
+
+
+def _nothing() -> None:
+    """Nothing runs beside."""
+
+
+@cache
+def _second_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 def is_adapter(name: str) -> bool:

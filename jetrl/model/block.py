@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.kernels.pointwise import ops as pointwise
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.model.adapter import Adapter
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Norm, Published
@@ -153,13 +153,13 @@ class Block(nn.Module, ABC):
 
     def add_norm_for(
         self, linear: FlowLinear, x: Tensor, residual: Tensor | None, side: Side
-    ) -> tuple[Tensor | QTensor, Tensor]:
-        """The norm before `linear`, quantized in the same kernel where that linear reads codes alone."""
-        recipe = linear.recipes[side]
-        if recipe is None or not linear.reads_codes(side):
+    ) -> tuple[Tensor | QTensor | Coded, Tensor]:
+        """The norm before `linear`, for its `infer`: where that reads codes, they come from the same kernel."""
+        reads, norm, eps = linear.reads(side), self.norm, self.spec.rms_norm_eps
+        if reads.pow2 is None:
             return self._normed(x, residual)
-        pow2, norm = recipe.fprop.left.pow2, self.norm
-        return pointwise.add_rms_norm_quantize(x, residual, norm.factor, self.spec.rms_norm_eps, pow2)
+        quantized = pointwise.add_rms_norm_coded if reads.values else pointwise.add_rms_norm_quantize
+        return quantized(x, residual, norm.factor, eps, reads.pow2)
 
     def _normed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         norm = self.norm

@@ -16,6 +16,7 @@ from jetrl.kernels.experts.reference import Choice
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.block import Build, Piece, Tap, no_tap
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe
+from jetrl.model.mlp import infer_swiglu
 from jetrl.model.moe import MoE
 from jetrl.model.published import Published
 from jetrl.precision.blocks.deepseek_moe import deepseek_of
@@ -38,11 +39,10 @@ class SharedMoE(MoE):
         into, out, grad = self.shared_gate_up, self.shared_down, torch.is_grad_enabled()
         if tap is no_tap and grad and (recipe := fused_recipe(into, out, side)) is not None:
             return fused_mlp(y, into, out, recipe)
+        if tap is no_tap and not grad:
+            return out.infer(infer_swiglu(y, into, out, side), side)
         hidden = into(y, side)
         tap(f"{self.at}.shared_gate_up", hidden)
-        recipe = out.recipes[side]
-        if tap is no_tap and not grad and recipe is not None and out.reads_codes(side):
-            return out.infer(pointwise.swiglu_quantize(hidden, recipe.fprop.left.pow2), side)
         product = pointwise.swiglu(hidden)
         tap(f"{self.at}.shared_swiglu", product)
         row = out(product, side)

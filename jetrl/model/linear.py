@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jetrl.kernels.adapters.ops import Begun
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.pointwise.ops import add
-from jetrl.kernels.qtensor import Granularity, QTensor, is_pow2
+from jetrl.kernels.qtensor import Coded, Granularity, QTensor, Reads, is_pow2
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight, weight_values
 from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.model.adapter import Adapter
@@ -152,6 +153,11 @@ class FlowLinear(HoldsMasters):
     def reads_codes(self, side: Side) -> bool:
         """Whether FP8 codes of the input are all that it reads without gradients."""
         return self.recipes[side] is not None and self.lora is None
+
+    def reads(self, side: Side) -> Reads:
+        """What `infer` reads: adapters the BF16 input, and the base either."""
+        recipe = self.recipes[side]
+        return Reads(recipe is None or self.lora is not None, None if recipe is None else recipe.fprop.left.pow2)
 
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
@@ -302,29 +308,42 @@ class FlowLinear(HoldsMasters):
             return None
         return gradient.add(lambda kept: gemm.wgrad_into(dy_t, x_t, kept), lambda: gemm.wgrad_gemm(dy_t, x_t))
 
-    def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
-        """`forward` without a gradient; where `reads_codes`, the kernel before may have quantized `x`."""
-        recipe = self.recipes[side]
-        pow2 = None if recipe is None else recipe.fprop.left.pow2
-        begun = None
-        if self.lora is not None:
-            assert isinstance(x, Tensor), "adapters read the BF16 input, never its codes"
-            begun = self.lora.begin(x, pow2)
-        if pow2 is not None:
-            codes = x if isinstance(x, QTensor) else begun.codes if begun is not None else quantize_act(x, pow2)
-            assert codes is not None
-            y = gemm.fp8_gemm(codes, self.fp8_operand(), self.dtype)
-        else:
-            assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
-            if self.weight_only and self.quantized is not None:
-                y = gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
-            else:
-                y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
+    def infer(self, x: Tensor | QTensor | Coded, side: Side) -> Tensor:
+        """`forward` without a gradient; the kernel before may have quantized `x` where codes are read (`reads`)."""
+        y, begun = self.base(x, side)
         if self.lora is not None and begun is not None:
             y = self.lora.finish(y, begun)
         if self.published_bias is not None:
             y = add(y, self.published_bias)
         return y
+
+    def base(self, x: Tensor | QTensor | Coded, side: Side) -> tuple[Tensor, Begun | None]:
+        """W x, rounded, without a bias, and what adapters will add to it, if there are any (`Adapter.finish`)."""
+        pow2 = self.reads(side).pow2
+        codes = x.codes if isinstance(x, Coded) else x if isinstance(x, QTensor) else None
+        values = x.values if isinstance(x, Coded) else x if isinstance(x, Tensor) else None
+        if self.lora is None:
+            return self._base(values, codes, pow2), None
+        assert values is not None, "adapters read the BF16 input, never its codes"
+        if pow2 is not None and codes is None:
+            begun = self.lora.begin(values, pow2)
+            return self._base(values, begun.codes, pow2), begun
+        begun, join = self.lora.begin_beside(values)
+        y = self._base(values, codes, pow2)
+        join()
+        return y, begun
+
+    def _base(self, x: Tensor | None, codes: QTensor | None, pow2: bool | None) -> Tensor:
+        """By the codes, with scales of kind `pow2`, or in BF16 (None)."""
+        if pow2 is not None:
+            if codes is None:
+                assert x is not None
+                codes = quantize_act(x, pow2)
+            return gemm.fp8_gemm(codes, self.fp8_operand(), self.dtype)
+        assert x is not None, "this layer is BF16: it takes no quantized input"
+        if self.weight_only and self.quantized is not None:
+            return gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
+        return gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
 
     def biased(self, y: Tensor) -> Tensor:
         """`y` with the bias, if there is one, and its gradient."""

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe, normed_mlp
+from jetrl.model.linear import FlowLinear
 from jetrl.model.normed import norm_before
 from jetrl.spec import ModelSpec
+from jetrl.types import Side
 
 
 class MLP(Block):
@@ -39,12 +42,7 @@ class MLP(Block):
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         side = context.batch.side
         normed, residual = self.add_norm_for(self.gate_up, x, residual, side)
-        y = self.gate_up.infer(normed, side)
-        recipe = self.down.recipes[side]
-        if recipe is None or not self.down.reads_codes(side):
-            return self.down.infer(pointwise.swiglu(y), side), residual
-        act = pointwise.swiglu_quantize(y, recipe.fprop.left.pow2)
-        return self.down.infer(act, side), residual
+        return self.down.infer(infer_swiglu(normed, self.gate_up, self.down, side), side), residual
 
     @staticmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
@@ -54,3 +52,18 @@ class MLP(Block):
             "gate_up.weight": tuple(Piece(f"{at}mlp.{x}_proj.weight", (F, D)) for x in ("gate", "up")),
             "down.weight": (Piece(f"{at}mlp.down_proj.weight", (D, F)),),
         }
+
+
+def infer_swiglu(
+    x: Tensor | QTensor | Coded, gate_up: FlowLinear, down: FlowLinear, side: Side
+) -> Tensor | QTensor | Coded:
+    """`swiglu(gate_up(x))` [T, F] without gradients, as `down` reads it, from as few kernels as there are for that."""
+    reads = down.reads(side)
+    if gate_up.lora is not None and gate_up.bias is None:
+        y, begun = gate_up.base(x, side)
+        assert begun is not None
+        return gate_up.lora.finish_swiglu(y, begun, reads)
+    y = gate_up.infer(x, side)
+    if reads.values or reads.pow2 is None:
+        return pointwise.swiglu(y)
+    return pointwise.swiglu_quantize(y, reads.pow2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -139,6 +140,47 @@ class Published(HoldsMasters):
 
     def left_of_frozen(self) -> list[Tensor]:
         return [] if self.holds("weight") else [self.published]
+
+
+class Together:
+    """Modules with masters that are published in one call, given by name; those that are frozen are left out.
+
+    What the call reads and writes is looked up once: of hundreds of small tables the search takes longer than the call.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, Published]]) -> None:
+        found = [(f"{name}.weight", m) for name, m in modules if m.holds("weight")]
+        self._modules, self.named = [m for _, m in found], [(name, m.weight) for name, m in found]
+        self._masters = [m.masters["weight"] for m in self._modules]
+        self._params, self._shards = [m.weight for m in self._modules], [master.shard for master in self._masters]
+        self._places = [p.data_ptr() for p in self._params]
+        self._alone, together, self._first = list[Published](), list[Published](), False
+        for module, master in zip(self._modules, self._masters, strict=True):
+            p, held = module.weight, module.published
+            fits = (p.shape, p.device, module.dtype) == (held.shape, held.device, held.dtype)
+            apart = master.split is not None or p.dtype == module.dtype  # rows of all ranks; a copy that is the master
+            self._first |= not fits and not apart
+            (together if fits and not apart else self._alone).append(module)
+        self._together = together
+        self._from: list[Tensor] = [m.weight for m in together]
+        self._to = [m.published for m in together]
+
+    def hold(self) -> bool:
+        """Whether all have been published before, and have the masters, in the same memory, and copies of then."""
+        return (
+            not self._first
+            and all(map(is_, (m._parameters["weight"] for m in self._modules), self._params))
+            and all(map(is_, (m.published for m in self._together), self._to))
+            and all(map(is_, (master.shard for master in self._masters), self._shards))
+            and [p.data_ptr() for p in self._params] == self._places
+        )
+
+    def publish(self) -> None:
+        """`Published.publish` of each."""
+        for module in self._alone:
+            module.publish()
+        if self._to:
+            torch._foreach_copy_(self._to, self._from)
 
 
 class Norm(Published):

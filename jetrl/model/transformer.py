@@ -33,7 +33,7 @@ from jetrl.model.blocks import Layer
 from jetrl.model.flips import Flips
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import HoldsMasters, masters_of
-from jetrl.model.published import Embedding, Norm, Note, Published
+from jetrl.model.published import Embedding, Norm, Note, Published, Together
 from jetrl.model.rope import rope_tables
 from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         self._head_operand: Any = None
         self.base_digest: str | None = None  # of a frozen base (`adapter.BaseHash`), where it was taken
         self._note = Note()
-        self._adapters: list[tuple[str, Published]] | None = None  # with their names, once they are looked for
+        self._adapters: Together | None = None  # once they are looked for
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):
                 module.keeps_transposed = not (activation_checkpointing or lean_backward)
@@ -217,26 +217,10 @@ class Transformer(nn.Module):
     def _publish_adapters(self) -> Transformer:
         """`publish` where adapters alone have masters: they are small, so what counts is how often the host is asked.
         Whole ones that have been published before are rounded in one call."""
-        if self._adapters is None:
-            self._adapters = [(name, m) for name, m in self.named_modules() if isinstance(m, Published) and any(
-                not master.frozen for master in m.masters.values())]
-        masters, copies, noted = list[Tensor](), list[Tensor](), list[tuple[str, Tensor]]()
-        for name, module in self._adapters:
-            master = module.masters["weight"]
-            if master.frozen:
-                continue
-            param, held = master.param, module.published
-            noted.append((f"{name}.weight", param))
-            if master.split is not None or param.dtype == held.dtype or (param.shape, param.device) != (
-                held.shape, held.device
-            ):
-                module.publish()
-            else:
-                masters.append(param)
-                copies.append(held)
-        if copies:
-            torch._foreach_copy_(copies, masters)
-        self._note.take(noted)
+        if self._adapters is None or not self._adapters.hold():
+            self._adapters = Together((name, m) for name, m in self.named_modules() if isinstance(m, Published))
+        self._adapters.publish()
+        self._note.take(self._adapters.named)
         return self
 
     def require_published(self) -> None:

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from jetrl.kernels.adapters import triton as kernels
 from jetrl.kernels.adapters.triton import CHAIN, FEW
+from jetrl.kernels.pointwise.ops import add_rms_norm, add_rms_norm_coded, swiglu
+from jetrl.kernels.qtensor import Coded, QTensor, Reads
 from jetrl.kernels.quantize.ops import quantize_act
+from jetrl.model import adapter as adapters
 from jetrl.model.adapter import Adapter, draw_adapters, without_adapters
 from jetrl.model.master import accumulate_in
 from jetrl.model.sharding import fill
@@ -64,6 +67,31 @@ def test_rows_do_not_depend_on_the_batch(rank: int, size: tuple[int, tuple[int, 
         assert torch.equal(adapter(x, y), whole)
 
 
+@pytest.mark.parametrize("chosen", [(0, 1), (0,), (1,)], ids=str)
+@pytest.mark.parametrize(("rank", "width"), [(8, 3072), (32, 12288), (40, 200), (192, 3072)])
+def test_swiglu_s_kernel_has_the_bits_of_one_op_after_the_other(
+    rank: int, width: int, chosen: tuple[int, ...]
+) -> None:
+    adapter, rows = adapter_of(rank, (1024, (width, width), chosen)), 513
+    x, y = drawn(rows, 1024), drawn(rows, 2 * width, seed=1)
+    with torch.no_grad():
+        whole = swiglu(adapter(x, y.clone()))
+        assert bool(whole.isfinite().all()) and not torch.equal(whole, swiglu(y))
+        for m in (1, 7, 16, 17, 64, 65, 129, 256, 257, 513):  # up to FEW from sums of chains, else from u
+            part = slice(rows - m, rows)
+
+            def fused(reads: Reads, part: slice = part) -> Tensor | QTensor | Coded:
+                return adapter.finish_swiglu(y[part].clone(), adapter.begin(x[part]), reads)
+
+            assert torch.equal(fused(Reads(True, None)), whole[part]), m
+            for pow2 in (False, True):
+                both, codes, want = fused(Reads(True, pow2)), fused(Reads(False, pow2)), quantize_act(whole[part], pow2)
+                assert isinstance(both, Coded) and isinstance(codes, QTensor) and torch.equal(both.values, whole[part])
+                for made in (both.codes, codes):
+                    assert torch.equal(made.scale, want.scale), m
+                    assert torch.equal(made.codes.view(torch.uint8), want.codes.view(torch.uint8)), m
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_values_and_gradients_against_float64(size: tuple[int, tuple[int, ...], tuple[int, ...]]) -> None:
     adapter = adapter_of(16, size)
@@ -95,6 +123,20 @@ def test_bits_are_those_of_chains_added_in_order(size: tuple[int, tuple[int, ...
     assert torch.equal(adapter.shrink(x), total.bfloat16())
     exact = x.double() @ a.double().T
     assert float((total.double() - exact).norm() / exact.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 64, 300])
+@pytest.mark.parametrize("width", [1024, 4096, 5120])
+def test_a_norm_that_writes_both_has_the_bits_of_each(rows: int, width: int) -> None:
+    x, residual, weight = drawn(rows, width), drawn(rows, width, seed=1), drawn(width, seed=2)
+    with torch.no_grad():
+        for pow2 in (False, True):
+            both, total = add_rms_norm_coded(x, residual, weight, 1e-6, pow2)
+            normed, stream = add_rms_norm(x, residual, weight, weight, 1e-6)
+            want = quantize_act(normed, pow2)
+            assert torch.equal(both.values, normed) and torch.equal(total, stream)
+            assert torch.equal(both.codes.scale, want.scale)
+            assert torch.equal(both.codes.codes.view(torch.uint8), want.codes.view(torch.uint8))
 
 
 def _edges(sections: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -143,11 +185,16 @@ def test_gradients_of_experts_adapters_are_those_of_a_cpu(precision: str) -> Non
         assert float((gpu[name] - want).norm() / want.norm()) < 0.15, name
 
 
-def test_graphs_read_adapters_that_were_published_again() -> None:
-    """Publishing changes no address, so captured steps see the new values."""
+@pytest.mark.parametrize("fork", [False, True], ids=["one stream", "two"])
+@pytest.mark.parametrize("precision", ["fp8", "w8a16", "bf16"])
+def test_graphs_read_adapters_that_were_published_again(
+    precision: str, fork: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing changes no address, so captured steps see the new values: also where A x has a branch of its own."""
+    monkeypatch.setattr(adapters, "FORK", fork)
     spec = replace(SHAPES["qwen3-0.6b"], num_layers=1)
     with torch.device("meta"):
-        model = Transformer(spec, build_recipe("fp8", 1, lora=Lora(16, 32.0, GROUPS["all"])))
+        model = Transformer(spec, build_recipe(precision, 1, lora=Lora(16, 32.0, GROUPS["all"])))
     fill(model, model.random_values(0), CUDA)
     model.to(CUDA).publish()
     accumulate_in(model, torch.float32)

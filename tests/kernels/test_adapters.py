@@ -106,7 +106,7 @@ def test_a_chain_is_by_one_instruction_and_its_sum_is_added_outside_of_it(
     code = compiled(
         kernels._shrink_kernel, pointers, 2, T=tokens, R=rows, STEP=kernels._STEP,
         STEPS=kernels.CHAIN // kernels._STEP, SPLIT=split, QUANT=split, FLOOR=0x2B8CBCCC, POW2=True, EXPERTS=experts,
-        EB=8, STAGES=3, PDL=True,
+        EB=8, STAGES=5 if split else 3, PDL=True,
     )
     assert code.count("tt.dot ") == 1 and "warp_group_dot" not in code
     assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
@@ -115,7 +115,7 @@ def test_a_chain_is_by_one_instruction_and_its_sum_is_added_outside_of_it(
 
 @pytest.mark.parametrize(
     ("chains", "tokens", "columns", "warps", "experts"),
-    [(0, 32, 256, 4, 0), (24, 16, 128, 2, 0), (8, 32, 128, 4, 0), (0, 16, 128, 2, 5)],
+    [(0, 32, 256, 8, 0), (24, 16, 128, 4, 0), (8, 32, 256, 8, 0), (0, 16, 128, 2, 5)],
 )
 @pytest.mark.parametrize("rank", [8, 32, 192])
 def test_expand_is_one_chain_and_the_product_with_the_scale_is_rounded(
@@ -129,8 +129,50 @@ def test_expand_is_one_chain_and_the_product_with_the_scale_is_rounded(
     block = min(128, max(16, 1 << (rank - 1).bit_length()))
     code = compiled(
         kernels._expand_kernel, pointers, warps, T=tokens, N=columns, R=block, RANK=rank, CHAINS=chains,
-        EXPERTS=experts, EB=8, PDL=True,
+        UNROLL=kernels.unrolled(chains, 24 if tokens == 16 else 12), EXPERTS=experts, EB=8, PDL=True,
     )
     assert code.count("tt.dot ") == -(-rank // block) and "warp_group_dot" not in code
     assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"} and "math.fma" not in code
     assert code.count("arith.mulf") == 1
+    _asked_for_at_once(code, chains)
+
+
+def _asked_for_at_once(code: str, chains: int) -> None:
+    """Only u and B go through shared memory, once for each product. A chain's sum that went there would wait for the
+    one before, at a barrier."""
+    if chains:
+        assert code.count("ttg.local_alloc") == code.count("ttg.local_load") == 2 * code.count("tt.dot ")
+        assert not re.search(r"local_alloc [^\n]*xf32", code)
+
+
+@pytest.mark.parametrize(("chains", "tokens", "columns", "warps"), [(0, 32, 256, 8), (8, 16, 128, 4), (8, 32, 256, 8)])
+@pytest.mark.parametrize("rank", [8, 32, 192])
+def test_swiglu_after_adapters_has_the_same_instructions(
+    chains: int, tokens: int, columns: int, warps: int, rank: int
+) -> None:
+    """Two chains over the rank, two products with the scale, nothing fused; B is asked for before the chains' sums."""
+    pytest.importorskip("triton")
+    from jetrl.kernels.adapters import swiglu, triton
+
+    pointers = {"y": "*bf16", "u": "*fp32" if chains else "*bf16", "b": "*bf16", "out": "*bf16", "codes": "*u8"}
+    pointers |= {"units": "*fp32", "scale": "fp32"}
+    block = min(128, max(16, 1 << (rank - 1).bit_length()))
+    code = compiled(
+        swiglu._finish_swiglu_kernel, pointers, warps, F=12288, T=tokens, N=columns, R=block, RANK=rank, CHAINS=chains,
+        UNROLL=triton.unrolled(chains, 24 if tokens == 16 else 12), GATE=True, UP=True, KEEP=True, QUANT=True,
+        FLOOR=0x2B8CBCCC, POW2=True, PDL=True,
+    )
+    assert code.count("tt.dot ") == 2 * -(-rank // block) and "warp_group_dot" not in code
+    assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
+    before, after = code.split("griddepcontrol.wait", 1)
+    assert ("prefetch.global.L2" in before) == bool(chains) and "tt.load" not in before
+    assert "prefetch" not in after and after.count("tt.load") > 4
+    _asked_for_at_once(code, chains)
+
+
+def test_sums_of_chains_are_asked_for_in_equal_parts() -> None:
+    pytest.importorskip("triton")
+    from jetrl.kernels.adapters.triton import unrolled
+
+    assert [unrolled(n, 24) for n in (0, 1, 2, 8, 19, 24, 28, 56)] == [1, 1, 2, 8, 19, 24, 14, 14]
+    assert [unrolled(n, 12) for n in (2, 8, 19, 24, 28, 56)] == [2, 8, 8, 12, 7, 8]

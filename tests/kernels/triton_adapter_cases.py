@@ -18,8 +18,11 @@ from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adapters import reference
+from jetrl.kernels.adapters import swiglu as tw
 from jetrl.kernels.adapters import triton as ta
 from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.pointwise import swiglu as ts
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.precision.lora import edges
 
 Case, equal = base.Case, base.equal
@@ -115,6 +118,41 @@ def adapter_cases() -> Iterator[tuple[str, Case]]:
     yield "chains begin from zero", order
 
 
+def swiglu_cases() -> Iterator[tuple[str, Case]]:
+    """The sum of the base and its adapters in SwiGLU's kernel: bits of one op after the other."""
+    def fused(rows: int, f: int, chosen: tuple[int, ...], rank: int) -> None:
+        k, of_base, own = 520, edges((f, f)), edges((f,) * len(chosen))
+        places = tuple((of_base[i], at) for i, at in zip(chosen, own, strict=True))
+        x, y = drawn(rows, k, seed=0), drawn(rows, 2 * f, seed=1)
+        a, b = drawn(rank * len(chosen), k, seed=2) * 2**-5, drawn(own[-1][1], rank, seed=3)
+        begun, scale = ta.adapter_begin(x, a, None), 32 / rank**0.5
+        assert (begun.left.ndim == 3) == (rows <= ta.FEW)
+        whole = ta.adapter_finish(y.clone(), begun, b, scale, places)
+        want = ts.swiglu(whole)
+        equal("SwiGLU", want, ref.swiglu(whole))
+        assert not torch.equal(want, ref.swiglu(y)) and bool(want.isfinite().all())
+        call = partial(tw.adapter_finish_swiglu, begun=begun, b=b, scale=scale, places=places)
+        equal("in BF16", call(y.clone(), pow2=None, keep=True), want)
+        alone = y[-1:].clone()
+        of_one = ta.adapter_begin(x[-1:], a, None)
+        equal("a row alone", tw.adapter_finish_swiglu(alone, of_one, b, scale, places, None, True), want[-1:])
+        for pow2 in (False, True):
+            both, q = call(y.clone(), pow2=pow2, keep=True), ref.quantize_1x128(want, pow2)
+            assert isinstance(both, Coded)
+            equal("beside codes", both.values, want)
+            base.equal_q("codes", both.codes, q)
+            codes = call(y.clone(), pow2=pow2, keep=False)
+            assert isinstance(codes, QTensor)
+            base.equal_q("codes alone", codes, q)
+
+    sizes = [
+        (1, 256, (0, 1), 8), (17, 200, (0, 1), 32), (64, 136, (0, 1), 40), (66, 264, (0, 1), 32), (3, 72, (0,), 16),
+        (18, 392, (1,), 8), (2, 128, (0, 1), 136), (ta.FEW + 3, 136, (0, 1), 8),
+    ]
+    for rows, f, chosen, rank in sizes:
+        yield f"SwiGLU after adapters {chosen}, {rows} x {f}, rank {rank}", partial(fused, rows, f, chosen, rank)
+
+
 def expert_cases() -> Iterator[tuple[str, Case]]:
     """Groups as a GPU has them: from multiples of 16 on, rows of padding between, rows of nobody behind."""
     def rows(rank: int) -> None:
@@ -144,4 +182,4 @@ def expert_cases() -> Iterator[tuple[str, Case]]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(base.main([*adapter_cases(), *expert_cases()]))
+    raise SystemExit(base.main([*adapter_cases(), *swiglu_cases(), *expert_cases()]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from jetrl.model.expert_adapter import ExpertAdapter
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.names import adapted_projections, adapter_table, tensor_table
+from jetrl.model.published import Published
 from jetrl.model.sharding import fill
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published, published_bytes
@@ -194,6 +196,41 @@ def test_publishing_touches_adapters_alone_and_in_place() -> None:
     changed = {name for name, tensor in published(model).items() if not torch.equal(
         tensor.values.view(torch.uint8), before[name].view(torch.uint8))}
     assert changed == {name for name in before if "lora_" in name}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_publishing_in_one_call_notices_what_has_changed(dtype: torch.dtype) -> None:
+    """What it looked up holds from publish to publish; other memory, a copy of the model, a frozen table are seen."""
+    def right(model: Transformer) -> None:
+        model.publish()
+        for module in model.modules():
+            if isinstance(module, Published) and module.holds("weight"):
+                assert_bitwise_equal(module.published, module.weight.detach().bfloat16())
+
+    model = Transformer(spec_of(), replace(RECIPES[0], lora=LORA), master_dtype=dtype)
+    fill(model, model.random_values(0))
+    model.publish()
+    parts = [m for m in model.modules() if isinstance(m, Published) and m.holds("weight")]
+    assert len(parts) > 4
+    for times in (1, 2, 3):
+        held = model._adapters
+        with torch.no_grad():
+            parts[0].weight.add_(times)
+        right(model)
+        assert times == 1 or model._adapters is held, "looked up again"
+    parts[1].weight.data = torch.full_like(parts[1].weight, 0.3)
+    right(model)
+    parts[2].weight = torch.nn.Parameter(torch.full_like(parts[2].weight, 0.7))
+    right(model)
+    twin = deepcopy(model)
+    with torch.no_grad():
+        parts[3].weight.add_(1.0)
+    right(twin)
+    right(model)
+    parts[0].freeze("weight")
+    kept = parts[0].published.clone()
+    right(model)
+    assert_bitwise_equal(parts[0].published, kept)
 
 
 def test_published_names_are_those_of_peft() -> None:

@@ -64,6 +64,24 @@ def test_prompts_and_micro_batches_of_all_kinds(
     assert needed.batch_counts(70, True) == [5, 16, 32, 64, 70]
 
 
+def test_adapters_see_the_sizes_from_which_they_compute_otherwise(
+    tmp_path: Path, plans: list[tuple[int, ...]]
+) -> None:
+    """Prompts of numbers of rows that no decode step of this run has."""
+    pytest.importorskip("triton")
+    from jetrl.kernels.adapters.triton import FEW
+
+    found = []
+    for rank in ({}, {"lora.rank": 4}):
+        config = tiny_config(tmp_path, {"rollout.max_tokens_per_step": 300, "rollout.max_num_seqs": 12, **rank})
+        needed.run(config, load_spec(config)[1], False)
+        found.append({sum(counts) for counts in plans})
+        plans.clear()
+    without, with_adapters = found
+    assert with_adapters - without == {48, 200}, (sorted(without), sorted(with_adapters))
+    assert 16 < 48 <= 64 < 200 <= FEW < 300
+
+
 def noted(name: str, called: set[str], op: Any) -> Any:
     def watched(*args: Any, **options: Any) -> Any:
         called.add(name)

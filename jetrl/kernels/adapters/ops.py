@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.experts.groups import Groups
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor, Reads
 
 Places = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
@@ -52,6 +52,16 @@ def finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> 
     """The second half, in place of `y`."""
     _check(y, begun.left.shape[-1], b, places)
     return backend_of(y).adapter_finish(y, begun, b, scale, places)
+
+
+def finish_swiglu(
+    y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places, reads: Reads
+) -> Tensor | QTensor | Coded:
+    """`swiglu` of what `finish` makes of `y` [T, 2F]: gate, then up, of which at least one has an adapter. As the next
+    linear `reads` it [T, F]: in BF16, in codes, or both. What is in `y` afterwards is not said."""
+    _check(y, begun.left.shape[-1], b, places)
+    assert reads.values or reads.pow2 is not None
+    return backend_of(y).adapter_finish_swiglu(y, begun, b, scale, places, reads.pow2, reads.values)
 
 
 def expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:

@@ -13,6 +13,7 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.adapters.ops import Begun, Places
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.experts.reference import rows_of
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.kernels.reference import PreparedBF16
 
 
@@ -34,6 +35,16 @@ def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
 
 def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
     return adapter_expand(y, begun.left, b, scale, places, y)
+
+
+def adapter_finish_swiglu(
+    y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places, pow2: bool | None, keep: bool
+) -> Tensor | QTensor | Coded:
+    values = ref.swiglu(adapter_finish(y, begun, b, scale, places))
+    if pow2 is None:
+        return values
+    codes = ref.quantize_1x128(values, pow2)
+    return Coded(values, codes) if keep else codes
 
 
 def adapter_expand_backward(dy: Tensor, b: Tensor, scale: float, places: Places) -> Tensor:

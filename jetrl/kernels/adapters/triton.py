@@ -1,4 +1,4 @@
-"""Adapters as two Triton kernels, with one order of sums for any number of tokens.
+"""Adapters as two Triton kernels, with one order of sums for any number of tokens (`swiglu.py` has a third).
 
     shrink  A x: chains of 512 of K, each from zero by the tensor core, 16 at a time; their sums added in FP32, in order
             of K, from zero; rounded to BF16
@@ -8,6 +8,9 @@ Few tokens would leave most of the device idle while a few programs walk along K
 own then, which writes its sum [chains, T, P r], and `expand` adds these up before it multiplies: the same order, hence
 the same bits. The programs of `shrink` also write the codes of x, where the linear reads FP8: no launch more. For many
 tokens a program has all chains, and u is written (the backward pass reads it).
+
+A decode step waits for memory most of the time. So A and B are asked for before the kernel before has ended, and all
+sums of chains at once.
 
 Products are by `mma.sync` for every size (tiles are too small, or warps too few, for `wgmma`). FP fusion is off, and a
 chain's sum is never the accumulator that a product adds to. `tests/kernels/triton_adapter_cases.py` runs both in the
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from jetrl.kernels.adapters.ops import Begun, Places
 from jetrl.kernels.experts.groups import Groups
-from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.kernels.launch import LAUNCH, ON_GPU, begin, fetch
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.triton import _FLOOR_BITS, new_codes, new_scale, quantize_act, quantize_group
 from jetrl.precision.formats import BLOCK
@@ -56,9 +59,12 @@ def _shrink_kernel(
     QUANT: the programs of a chain share its groups of x, and write their codes. EXPERTS: tokens are rows that are
     grouped from `starts` [EXPERTS + 1] on, in multiples of T, and `a` has n rows for each expert.
     """
-    begin(PDL)
     row, token = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * T + tl.arange(0, T)
     k = tl.arange(0, STEP)
+    if PDL and SPLIT and tl.program_id(1) == 0:  # A comes from memory, x from the kernel before
+        ahead = tl.program_id(2) * (STEP * STEPS) + tl.arange(0, STEP * STEPS // 64) * 64
+        fetch(a + tl.minimum(row, n - 1).to(tl.int64)[:, None] * k_size + tl.minimum(ahead, k_size - 1)[None, :])
+    begin(PDL)
     alive, real = (token < m)[:, None], (row < n)[None, :]
     if EXPERTS:
         expert = _expert_of(starts, tl.program_id(1) * T, EXPERTS, EB)
@@ -97,16 +103,70 @@ def _shrink_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=alive & real)
 
 
+@triton.jit
+def _as_it_lies(x):
+    """`x`, BF16. "Not pure" is for Triton's choice of layouts, as in `quantize.triton.widened`: else each chain's sum
+    would go through shared memory by itself, with barriers, to lie as a product wants it, and only then the next be
+    asked for.
+    """
+    if ON_GPU:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    else:
+        return x
+
+
+@triton.jit
+def left_of(
+    u, token, alive, first, m, u_stride, r: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, CHAINS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """R columns of u from `first + r` on [T, R], rounded; with CHAINS from the sums of so many chains."""
+    rank = r + tl.arange(0, R)
+    mask = alive & (rank < RANK)[None, :]
+    at = u + token[:, None] * u_stride + (first + rank)[None, :]
+    if CHAINS:
+        total = tl.zeros((token.shape[0], R), tl.float32)
+        for c in tl.range(0, CHAINS, loop_unroll_factor=UNROLL):
+            total = total + tl.load(at + c * (m * u_stride), mask=mask, other=0.0)
+        return _as_it_lies(total.to(tl.bfloat16))
+    else:
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def right_of(b, row, real, r: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr):
+    """R columns of B from r on, of some rows, turned [R, N]. Asked for before `left_of`: both are then under way."""
+    rank = r + tl.arange(0, R)
+    at = b + row.to(tl.int64)[None, :] * RANK + rank[:, None]
+    return tl.load(at, mask=real & (rank < RANK)[:, None], other=0.0)
+
+
+@triton.jit
+def multiplied(left, right, acc, CHAINS: tl.constexpr):
+    """The products added to `acc`."""
+    if CHAINS:  # B waits in registers until u is there
+        return tl.dot(left, _as_it_lies(right), acc)
+    else:
+        return tl.dot(left, right, acc)
+
+
+@triton.jit
+def fetch_rows(b, row, last, RANK: tl.constexpr):
+    """`fetch` of rows of B up to `last`."""
+    at = b + tl.minimum(row, last).to(tl.int64) * RANK
+    for r in tl.static_range(0, RANK, 64):
+        fetch(at + r)
+
+
 @triton.jit(do_not_specialize=["m"])
 def _expand_kernel(
     y, u, b, out, starts, scale, m, y_stride, out_stride, u_stride, start_0, start_1, start_2, size_0, size_1, size_2,
-    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, CHAINS: tl.constexpr, EXPERTS: tl.constexpr,
-    EB: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, CHAINS: tl.constexpr, UNROLL: tl.constexpr,
+    EXPERTS: tl.constexpr, EB: tl.constexpr, PDL: tl.constexpr,
 ):
     """T tokens by N columns of a projection. With CHAINS `u` has the FP32 sums of so many chains [CHAINS, m, u_stride].
     EXPERTS as in `_shrink_kernel`; `b` has all projections' rows for each.
     """
-    begin(PDL)
     tiles_0, tiles_1 = tl.cdiv(size_0, N), tl.cdiv(size_1, N)
     tile, place, first = tl.program_id(0), 0, 0
     start, size = start_0, size_0
@@ -114,30 +174,31 @@ def _expand_kernel(
         tile, place, first, start, size = tile - tiles_0, 1, size_0, start_1, size_1
         if tile >= tiles_1:
             tile, place, first, start, size = tile - tiles_1, 2, size_0 + size_1, start_2, size_2
+    col = tile * N + tl.arange(0, N)
+    if PDL and CHAINS and tl.program_id(1) == 0:
+        fetch_rows(b, first + col, first + size - 1, RANK)
+    begin(PDL)
     token = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)
-    col, rank = tile * N + tl.arange(0, N), tl.arange(0, R)
     alive, real = (token < m)[:, None], (col < size)[None, :]
     if EXPERTS:
         expert = _expert_of(starts, tl.program_id(1) * T, EXPERTS, EB)
         alive = alive & (expert < EXPERTS)
         b += tl.minimum(expert, EXPERTS - 1).to(tl.int64) * (size_0 + size_1 + size_2) * RANK
+    both = alive & real
+    v = tl.load(y + token[:, None] * y_stride + (start + col)[None, :], mask=both, other=0.0)
     acc = tl.zeros((T, N), tl.float32)
     for r in tl.static_range(0, RANK, R):
-        inside = r + rank < RANK
-        at = u + token[:, None] * u_stride + (place * RANK + r + rank)[None, :]
-        if CHAINS:
-            total = tl.zeros((T, R), tl.float32)
-            for c in tl.range(0, CHAINS, loop_unroll_factor=8):
-                total = total + tl.load(at + c * (m * u_stride), mask=alive & inside[None, :], other=0.0)
-            left = total.to(tl.bfloat16)
-        else:
-            left = tl.load(at, mask=alive & inside[None, :], other=0.0)
-        at_b = b + (first + col).to(tl.int64)[None, :] * RANK + (r + rank)[:, None]
-        right = tl.load(at_b, mask=real & inside[:, None], other=0.0)
-        acc = tl.dot(left, right, acc)
-    both = alive & real
-    v = tl.load(y + token[:, None] * y_stride + (start + col)[None, :], mask=both, other=0.0).to(tl.float32)
-    tl.store(out + token[:, None] * out_stride + (start + col)[None, :], (v + acc * scale).to(tl.bfloat16), mask=both)
+        right = right_of(b, first + col, real, r, R, RANK)
+        left = left_of(u, token, alive, place * RANK, m, u_stride, r, R, RANK, CHAINS, UNROLL)
+        acc = multiplied(left, right, acc, CHAINS)
+    sum = (v.to(tl.float32) + acc * scale).to(tl.bfloat16)
+    tl.store(out + token[:, None] * out_stride + (start + col)[None, :], sum, mask=both)
+
+
+def unrolled(chains: int, most: int) -> int:
+    """How many chains' sums are asked for at a time, at most `most`: a divisor, as a remainder comes one by one."""
+    whole = max(size for size in range(1, most + 1) if max(1, chains) % size == 0)
+    return whole if whole >= min(chains, 6) else min(8, most)
 
 
 def _shrink(
@@ -162,7 +223,9 @@ def _shrink(
         x, a, out, q.view(torch.uint8) if codes is not None else q, scale,
         x if groups is None else groups.starts, m, n, k, q.stride(0), x.stride(0), q.stride(0), scale.stride(1), T=t,
         R=r, STEP=_STEP, STEPS=CHAIN // _STEP, SPLIT=split, QUANT=codes is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
-        EXPERTS=experts, EB=triton.next_power_of_2(max(1, experts)), STAGES=3, num_warps=2,
+        EXPERTS=experts, EB=triton.next_power_of_2(max(1, experts)),
+        STAGES=CHAIN // _STEP + 1 if split else 3,  # all of a chain is under way at once
+        num_warps=2,
         enable_fp_fusion=False, **LAUNCH,
     )
     return out
@@ -180,13 +243,15 @@ def _expand(
     rest = MOST_PLACES - len(places)
     starts = [start for (start, _), _ in places] + [0] * rest
     sizes = [stop - start for (start, stop), _ in places] + [0] * rest
-    t, n = (16 if m <= 16 or groups is not None else 32), (128 if m <= 64 or groups is not None else 256)
+    few = m <= 64 or groups is not None
+    t, n = (16, 128) if few else (32, 256)
     tiles = sum(triton.cdiv(size, n) for size in sizes)
     experts = 0 if groups is None else len(groups.counts)
     _expand_kernel[(tiles, triton.cdiv(m, t))](
         y, u, b, out, y if groups is None else groups.starts, scale, m, y.stride(0), out.stride(0), u.shape[-1],
         *starts, *sizes, T=t, N=n, R=min(128, max(16, triton.next_power_of_2(rank))), RANK=rank, CHAINS=chains,
-        EXPERTS=experts, EB=triton.next_power_of_2(max(1, experts)), num_warps=2 if t == 16 else 4,
+        UNROLL=unrolled(chains, 24 if few else 12), EXPERTS=experts, EB=triton.next_power_of_2(max(1, experts)),
+        num_warps=2 if groups is not None else 4 if few else 8,
         enable_fp_fusion=False, **LAUNCH,
     )
     return out

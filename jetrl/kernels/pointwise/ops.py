@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.types import LayerCache
 
@@ -187,6 +187,14 @@ def add_rms_norm_quantize(
     """`quantize_act(add_rms_norm(x, residual))` and the new residual."""
     assert not torch.is_grad_enabled()
     return backend_of(x).add_rms_norm_quantize(x, residual, weight, eps, pow2)
+
+
+def add_rms_norm_coded(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
+) -> tuple[Coded, Tensor]:
+    """The norm's rows in BF16 and their codes, and the new residual."""
+    assert not torch.is_grad_enabled()
+    return backend_of(x).add_rms_norm_coded(x, residual, weight, eps, pow2)
 
 
 def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.kernels.quantize.reference import quantize_act, quantize_act_t
 from jetrl.kernels.reference import add, rms_norm, swiglu
 
@@ -36,6 +36,14 @@ def add_rms_norm_quantize(
 ) -> tuple[QTensor, Tensor]:
     total = x if residual is None else add(x, residual)
     return quantize_act(rms_norm(total, weight, eps), pow2), total
+
+
+def add_rms_norm_coded(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
+) -> tuple[Coded, Tensor]:
+    total = x if residual is None else add(x, residual)
+    normed = rms_norm(total, weight, eps)
+    return Coded(normed, quantize_act(normed, pow2)), total
 
 
 def add_rms_norm_kept(

@@ -16,6 +16,7 @@ OPS = (
     Op("swiglu_backward_act", reference="reference", hopper="pointwise.swiglu"),
     Op("swiglu_quantize", reference="pointwise.reference", hopper="pointwise.swiglu"),
     Op("add_rms_norm_quantize", reference="pointwise.reference", hopper="pointwise.triton"),
+    Op("add_rms_norm_coded", reference="pointwise.reference", hopper="pointwise.triton"),
     Op("add_rms_norm_kept", reference="pointwise.reference", hopper="pointwise.normed"),
     Op("normed_t", reference="pointwise.reference", hopper="pointwise.normed"),
 )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.launch import LAUNCH, begin
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.kernels.quantize.triton import (
     _FLOOR_BITS,
     abs_bits,
@@ -97,9 +97,10 @@ def sigmoid32(x):
 def _norm_kernel(
     x, residual, weight, out, total, codes, scale, inverses, num_rows, heads, x_stride, x_head_stride, res_stride,
     codes_stride, scale_stride, written, D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
-    ADD: tl.constexpr, QUANT: tl.constexpr, KEEP: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
-    PDL: tl.constexpr,
+    ADD: tl.constexpr, WRITE: tl.constexpr, QUANT: tl.constexpr, KEEP: tl.constexpr, FLOOR: tl.constexpr,
+    POW2: tl.constexpr, PDL: tl.constexpr,
 ):
+    """WRITE: the norm's rows in BF16; QUANT: their codes; KEEP: `inv_rms` of each."""
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     cols = tl.arange(0, B)
@@ -118,6 +119,8 @@ def _norm_kernel(
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     normed = (v * inv[:, None]).to(tl.bfloat16).to(tl.float32)
     y = (normed * w[None, :]).to(tl.bfloat16)
+    if WRITE:
+        tl.store(out + rows[:, None] * D + cols[None, :], y, mask=mask)
     if QUANT:
         y = tl.where(mask, y.to(tl.float32), 0.0)
         groups = tl.reshape(y, (R, B // 128, 128))
@@ -130,8 +133,6 @@ def _norm_kernel(
             scale + group[None, :].to(tl.int64) * scale_stride + rows[:, None], s,
             mask=alive[:, None] & (group * 128 < D)[None, :],
         )
-    else:
-        tl.store(out + rows[:, None] * D + cols[None, :], y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -213,9 +214,10 @@ def _norm_tile(d: int) -> tuple[int, int, int]:
 
 
 def norm(
-    x: Tensor, residual: Tensor | None, w: Tensor, eps: float, quantize: bool, pow2: bool, inv: Tensor | None = None
-) -> tuple[Tensor | QTensor, Tensor]:
-    """The functions below; `inv` FP32 [T] gets `inv_rms` of each row."""
+    x: Tensor, residual: Tensor | None, w: Tensor, eps: float, quantize: bool, pow2: bool, inv: Tensor | None = None,
+    both: bool = False,
+) -> tuple[Tensor | QTensor | Coded, Tensor]:
+    """The functions below; `inv` FP32 [T] gets `inv_rms` of each row. `both`: not only the codes."""
     rows, heads, stride, head_stride = rows_view(x)
     block, r, warps = _norm_tile(d := x.shape[-1])
     assert residual is None or (x.ndim == 2 and residual.shape == x.shape and residual.stride(1) == 1)
@@ -223,17 +225,20 @@ def norm(
     out = codes = scale = x
     if quantize:
         codes, scale = new_codes(rows, d, x.device), new_scale(rows, triton.cdiv(d, 128), x.device)
-    else:
+    if both or not quantize:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
         _norm_kernel[(triton.cdiv(rows, r),)](
             x, x if residual is None else residual, w, out, total, codes.view(torch.uint8) if quantize else codes,
             scale, scale if inv is None else inv, rows, heads, stride, head_stride,
             0 if residual is None else residual.stride(0), codes.stride(0), scale.stride(1), codes.stride(0), D=d,
-            EPS=eps, B=block, R=r, ADD=residual is not None, QUANT=quantize, KEEP=inv is not None,
-            FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
+            EPS=eps, B=block, R=r, ADD=residual is not None, WRITE=both or not quantize, QUANT=quantize,
+            KEEP=inv is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
         )
-    return (QTensor(codes, scale, "1x128", (rows,), (d,)) if quantize else out), total
+    if not quantize:
+        return out, total
+    quantized = QTensor(codes, scale, "1x128", (rows,), (d,))
+    return Coded(out, quantized) if both else quantized, total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -256,6 +261,15 @@ def add_rms_norm_quantize(
     """`quantize_act(add_rms_norm(...))` and the residual in one kernel; `residual` None: `x` alone."""
     y, total = norm(x, residual, weight, eps, True, pow2)
     assert isinstance(y, QTensor)
+    return y, total
+
+
+def add_rms_norm_coded(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
+) -> tuple[Coded, Tensor]:
+    """`add_rms_norm_quantize`, with the norm's rows in BF16 too."""
+    y, total = norm(x, residual, weight, eps, True, pow2, both=True)
+    assert isinstance(y, Coded)
     return y, total
 
 

@@ -64,6 +64,7 @@ _DIGEST = "in miniature"
 _FEW_PROGRAMS = 32  # sequences times key/value heads up to which decode steps may run in parallel over keys
 _MANY_KEYS = 4096  # tokens of a prompt, enough for its pages to be read once for all its samples
 _OF_ATTENTION = (200,)  # tokens of two answers, which fit one tile of keys and take several of queries
+_OF_ADAPTERS = (48, 200)  # rows for which A x comes as sums of chains, with both sizes of tiles after it
 _LOOKS = 4  # steps at each size: a decode graph of its own is captured when a size is asked for the third time
 
 
@@ -154,7 +155,10 @@ def roll_out(model: Transformer, config: Config) -> None:
     numbers = itertools.count(1)
     ask = partial(asked, spec.vocab_size, params, numbers)
     engine.generate(ask([(1, min(new, longest - 1)) for new in shrinking(r.max_num_seqs)]))
-    for rows in batch_counts(r.max_tokens_per_step or 0, spec.experts is not None):
+    most, counts = r.max_tokens_per_step or 0, set[int]()
+    if model.recipe.lora is not None:
+        counts = {n for n in _OF_ADAPTERS if n <= most}
+    for rows in sorted({*counts, *batch_counts(most, spec.experts is not None)}):
         engine.generate(ask([(part, 1) for part in parts(rows, longest - 1)]))
     for running in {1, max(1, r.max_num_seqs - 1)}:  # decode steps with prompts next to them
         engine.add(ask([(1, min(6, longest - 1))] * running))

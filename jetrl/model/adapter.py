@@ -108,6 +108,10 @@ class Adapter(nn.Module):
         """The base's output `y` with the adapters', in its place."""
         return ops.finish(y, begun, self.b.published, self.scale, self.places)
 
+    def finish_heads(self, qkv: Tensor, begun: ops.Begun, of: ops.Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, or q and the cache's, of `finish(qkv, begun)`; this linear's projections are q, k and v."""
+        return ops.finish_heads(qkv, begun, self.b.published, self.scale, self.places, of)
+
     def finish_swiglu(self, y: Tensor, begun: ops.Begun, reads: Reads) -> Tensor | QTensor | Coded:
         """`swiglu(finish(y, begun))`, as the next linear `reads` it; this linear's projections are gate and up."""
         return ops.finish_swiglu(y, begun, self.b.published, self.scale, self.places, reads)

@@ -12,6 +12,8 @@ Legend: `T` tokens, `N` query heads, `G` key/value heads, `H` head size.
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,57 @@ def _quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
     return stored(y1, scale[:, None], CODES), stored(y2, scale[:, None], CODES), scale
 
 
+@triton.jit
+def finish_heads(
+    x1, x2, token, position, row, scale_row, head, alive, q_weight, k_weight, cos, sin, q_out, k_out, v_out, scales,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, FLOOR: tl.constexpr,
+):
+    """QK-norm and RoPE of R heads, whose halves are FP32 [R, HB]; then they go where they are kept.
+
+    `head`, `alive` [R]; `token`, `position` and the `row` of keys and values [R, 1], or one for all; `scale_row`, the
+    row again, [R] or one.
+    """
+    cols = tl.arange(0, HB)
+    inside = cols < H // 2
+    is_q, is_v = head < N, head >= N + G
+    mask = alive[:, None] & inside[None, :]
+    n1, n2 = x1, x2
+    if NORM:
+        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
+        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
+        inv = inv_rms_from(total, top, H, EPS)[:, None]
+        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
+        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
+        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
+    c = tl.load(cos + position * (H // 2) + cols[None, :], mask=inside[None, :], other=0.0)
+    s = tl.load(sin + position * (H // 2) + cols[None, :], mask=inside[None, :], other=0.0)
+    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
+    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
+    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
+    q_mask = mask & is_q[:, None]
+    tl.store(to_q, y1, mask=q_mask)
+    tl.store(to_q + H // 2, y2, mask=q_mask)
+    z1, z2 = y1, y2
+    if FP8:
+        z1, z2, scale = _quantize_halves(y1, y2, PAGED, FLOOR)
+        if PAGED:
+            to_scale = scales + scale_place(scale_row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
+            tl.store(to_scale, scale.to(tl.bfloat16), mask=alive & (is_q == 0) & (scale_row >= 0))
+    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
+    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
+    tl.store(to_k, z1, mask=k_mask)
+    tl.store(to_k + H // 2, z2, mask=k_mask)
+    v_mask = mask & is_v[:, None] & (row >= 0)
+    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
+    tl.store(to_v, z1, mask=v_mask)
+    tl.store(to_v + H // 2, z2, mask=v_mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qkv_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, scales, qkv_stride,
@@ -51,49 +104,18 @@ def _qkv_kernel(
     head = tl.program_id(1) * R + tl.arange(0, R)
     cols = tl.arange(0, HB)
     inside = cols < H // 2
-    is_q, is_v = head < N, head >= N + G
-    mask = (head < N + 2 * G)[:, None] & inside[None, :]
+    alive = head < N + 2 * G
+    mask = alive[:, None] & inside[None, :]
     at = qkv + token * qkv_stride + head[:, None] * H + cols[None, :]
     x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(at + H // 2, mask=mask, other=0.0).to(tl.float32)
-    n1, n2 = x1, x2
-    if NORM:
-        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
-        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
-        inv = inv_rms_from(total, top, H, EPS)[:, None]
-        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
-        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
-        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
-    position = tl.load(positions + token)
-    c = tl.load(cos + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
-    s = tl.load(sin + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
-    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
-    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
-    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
-    q_mask = mask & is_q[:, None]
-    tl.store(to_q, y1, mask=q_mask)
-    tl.store(to_q + H // 2, y2, mask=q_mask)
-    row = token
+    position, row = tl.load(positions + token), token
     if PAGED:
         row = tl.load(slots + token)
-    z1, z2 = y1, y2
-    if FP8:
-        z1, z2, scale = _quantize_halves(y1, y2, PAGED, FLOOR)
-        if PAGED:
-            to_scale = scales + scale_place(row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
-            tl.store(to_scale, scale.to(tl.bfloat16), mask=(is_q == 0) & (head < N + 2 * G) & (row >= 0))
-    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
-    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
-    tl.store(to_k, z1, mask=k_mask)
-    tl.store(to_k + H // 2, z2, mask=k_mask)
-    v_mask = mask & is_v[:, None] & (row >= 0)
-    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
-    tl.store(to_v, z1, mask=v_mask)
-    tl.store(to_v + H // 2, z2, mask=v_mask)
+    finish_heads(
+        x1, x2, token, position, row, row, head, alive, q_weight, k_weight, cos, sin, q_out, k_out, v_out, scales, N, G,
+        H, HB, EPS, NORM, PAGED, PAGE, FP8, FLOOR,
+    )
 
 
 @triton.jit
@@ -160,6 +182,39 @@ def _qkv_backward_kernel(
         tl.store(to_q + H + H // 2, tl.sum(tl.where(is_q, 0.0, sum2), axis=0), mask=inside)
 
 
+class Home(NamedTuple):
+    """Where heads are kept, as kernels take it, and what is returned of it: q, and k and v or the cache's."""
+
+    slots: Tensor
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    scales: Tensor
+    page: int
+    found: tuple[Tensor, Tensor, Tensor]
+
+
+def home_of(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, positions: Tensor, cache: tuple[LayerCache, Tensor] | None,
+    fp8_kv: bool,
+) -> Home:
+    """That of the heads of `qkv`: the paged `cache`, or new tensors; the rest as `qkv_norm_rope` takes it."""
+    (n, g), t = heads, qkv.shape[0]
+    q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if cache is None:
+        keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
+        return Home(positions, q, keys, values, q, 1, (q, keys, values))  # slots, scales and pages are not in use
+    layer, slots = cache
+    keys, values = layer.keys, layer.values
+    assert keys.is_contiguous() and values.is_contiguous()
+    assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
+    if layer.scales is None:
+        return Home(slots, q, keys, values, q, 1, (q, keys, values))
+    assert layer.scales.is_contiguous() and layer.scales.dtype == torch.bfloat16
+    codes = keys.view(torch.uint8), values.view(torch.uint8)
+    return Home(slots, q, *codes, layer.scales, keys.shape[1], (q, keys, values))
+
+
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
@@ -171,32 +226,18 @@ def qkv_norm_rope(
     own keys and values. `fp8_kv`: the cache gets codes and scales; without a cache, k and v come as `round_heads` makes
     them.
     """
-    n, g = heads
-    t = qkv.shape[0]
+    (n, g), t = heads, qkv.shape[0]
     rows_view(qkv)
-    q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
-    page, scales = 1, q  # not in use
-    if cache is None:
-        keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
-        k_out, v_out, slots = keys, values, positions
-    else:
-        layer, slots = cache
-        k_out, v_out = keys, values = layer.keys, layer.values
-        assert keys.is_contiguous() and values.is_contiguous()
-        assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
-        if layer.scales is not None:
-            assert layer.scales.is_contiguous() and layer.scales.dtype == torch.bfloat16
-            k_out, v_out, scales, page = keys.view(torch.uint8), values.view(torch.uint8), layer.scales, keys.shape[1]
-    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
+    to, q_weight, k_weight = home_of(qkv, heads, head_dim, positions, cache, fp8_kv), *(norms or (qkv, qkv))
     r = 16
     if t:
         _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
-            qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, k_out, v_out, scales, qkv.stride(0),
-            N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
-            PAGED=cache is not None, PAGE=page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False,
-            **LAUNCH,
+            qkv, q_weight, k_weight, tables[0], tables[1], positions, to.slots, to.q, to.keys, to.values, to.scales,
+            qkv.stride(0), N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps,
+            NORM=norms is not None, PAGED=cache is not None, PAGE=to.page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4,
+            enable_fp_fusion=False, **LAUNCH,
         )
-    return q, keys, values
+    return to.found
 
 
 def qkv_norm_rope_backward(

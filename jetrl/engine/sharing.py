@@ -2,7 +2,7 @@
 
 Samples of a prompt share its full pages (the last, partial one is private as soon as they write). The page table alone
 tells: equal pages at the same place hold the same keys. What is found stays right while the sequences grow, so one
-search serves a burst of steps. Nothing here changes a bit (`kernels.attention.decode_shared`).
+search serves a burst of steps. Nothing here changes a bit (`kernels.attention.decode_shared`, `latent_shared`).
 
 Legend: `B` sequences, `M` pages per sequence, `C` chunks, `S` sequences in a chunk.
 """
@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from jetrl.precision.blocks.attention import KEYS
+from jetrl.precision.blocks.latent import LATENT
 from jetrl.precision.blocks.layouts import states_of
 from jetrl.spec import ModelSpec
 
@@ -26,13 +27,27 @@ READ_RATE = 3.8e6  # bytes per microsecond of decode attention
 # on an H200 (groups of 8 and 16): nothing that merges by these is slower. Measured before tiles were read ahead, which
 # needs less per tile, so they ask for more than needed.
 START_COST, TILE_COST = 16.0, 4.6
+# The same of latent attention, whose products cost more than the bytes: so long a program of 64 heads takes for a tile,
+# at the speed that the kernel has in training (253 TFLOP/s, D145). An estimate: no decode step was measured yet.
+LATENT_TILE_COST = 10.0
+LATENT_READ_RATE = 3.3e6  # bytes per microsecond, of latents that each sequence reads for itself
+LATENT_CHUNK = 8  # tiles that one program takes
+PROCESSORS = 132  # programs at once
 
 
 def served(spec: ModelSpec, page_size: int) -> bool:
     """Whether there are kernels that read shared pages once, for such heads and pages of whole tiles."""
-    if not any(name == KEYS for _, name in states_of(spec)):
+    kept = {name for _, name in states_of(spec)}
+    if LATENT in kept:
+        return page_size % TILE == 0 and chunk_size(spec.num_heads) > 1
+    if KEYS not in kept:
         return False
     return page_size % TILE == 0 and spec.num_heads // spec.num_kv_heads <= 16 and spec.head_dim in (64, 128)
+
+
+def heads_of_a_key(spec: ModelSpec) -> int:
+    """Query heads that read one key: of a latent, all."""
+    return spec.num_heads if spec.latent is not None else spec.num_heads // spec.num_kv_heads
 
 
 def chunk_size(heads: int) -> int:
@@ -55,16 +70,21 @@ class Sharing:
         chunks = len(self.members)
         return 1 << (chunks - 1).bit_length() if chunks else 0
 
-    def pays(self, key_bytes: int) -> bool:
-        """Whether a layer whose keys and values take `key_bytes` a token needs less time: an estimate from what was
-        measured."""
-        return self.saved * key_bytes / READ_RATE > START_COST + TILE_COST * int(self.tiles.max(initial=0))
+    def pays(self, key_bytes: int, latent: bool = False) -> bool:
+        """Whether a layer whose keys and values, or latents, take `key_bytes` a token needs less time: an estimate from
+        what was measured."""
+        deepest = int(self.tiles.max(initial=0))
+        if not latent:
+            return self.saved * key_bytes / READ_RATE > START_COST + TILE_COST * deepest
+        apart = (self.saved + TILE * int(self.tiles.sum())) * key_bytes / LATENT_READ_RATE
+        rounds = -(-int((-(-self.tiles // LATENT_CHUNK)).sum()) // PROCESSORS)
+        return apart > START_COST + LATENT_TILE_COST * rounds * min(LATENT_CHUNK, deepest)
 
-    def merges(self, mode: Merge, sequences: int, key_bytes: int) -> bool:
+    def merges(self, mode: Merge, sequences: int, key_bytes: int, latent: bool = False) -> bool:
         """Whether a step of so many sequences reads what they share once, as `rollout.merge_prefix` asks."""
         if mode == "on":
             return bool(self.saved)
-        return mode == "auto" and sequences >= SHARE_FROM and self.pays(key_bytes)
+        return mode == "auto" and sequences >= SHARE_FROM and self.pays(key_bytes, latent)
 
     def padded(self, rows: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`first`, `members` and `tiles` for `rows` sequences and `room` chunks."""

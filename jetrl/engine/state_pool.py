@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.blocks.attention import KEYS, VALUES
+from jetrl.precision.blocks.latent import LATENT
 from jetrl.precision.blocks.layouts import states_of
 from jetrl.precision.blocks.states import PerSequence, PerToken
 from jetrl.precision.formats import BF16, FP32, Format, kv_head
@@ -53,6 +54,15 @@ class StatePool:
     def num_bytes(self) -> int:
         tensors = [*self._tensors.values(), *([] if self.scales is None else [self.scales])]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def key_bytes(self) -> int:
+        """What attention of a layer reads of a token: its key and value, or its latent; without scales."""
+        read = {
+            name: math.prod(state.shape) * tensor.element_size() for (name, state), tensor in self._tensors.items()
+            if name in (KEYS, VALUES, LATENT)
+        }
+        return sum(read.values())
 
     @property
     def keys(self) -> Tensor:

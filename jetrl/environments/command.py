@@ -52,7 +52,7 @@ class Command(Spoken):
     def begin(self, problem: dict[str, Any]) -> None:
         """Start the program, or tell the one that runs."""
         if self.lasting:
-            self.worker = WORKERS.take(self.words)
+            self.worker = WORKERS.take(self.episode.id, self.words)
             self.speaks_in(self.worker)
             self.worker.send({
                 "episode": self.episode.id, "url": self.episode.url, "key": self.episode.key, "model": MODEL,

@@ -54,7 +54,7 @@ class Verifiers(Spoken):
 
     def begin(self, problem: dict[str, Any]) -> None:
         """Start the episode of the problem's task."""
-        self.worker = WORKERS.take(_PROGRAM, self.asked)
+        self.worker = WORKERS.take(self.episode.id, _PROGRAM, self.asked)
         said = self.worker.wait()
         if "num_tasks" not in said:
             why = said.get("refused") or f"verifiers has ended before its first episode: {self.worker.tail()}"

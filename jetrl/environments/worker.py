@@ -35,6 +35,7 @@ class Worker:
         self.wakes: dict[str, Callable[[], object]] = {}
         self.said: dict[str, Any] = {}
         self.started, self.done = 0, False  # done: it has said all that it will
+        self._open, self._retired = set[str](), False
         self._errors = tempfile.TemporaryFile()
         self._lock, self._spoke = threading.Lock(), threading.Event()
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
@@ -73,11 +74,29 @@ class Worker:
             self._errors.seek(max(0, end - _SHOWN))
             return self._errors.read(_SHOWN).decode("utf-8", "replace").strip()
 
+    def opens(self, id: str) -> None:
+        """Conversation `id` is its to have, and may begin later."""
+        self.started += 1
+        with self._lock:
+            self._open.add(id)
+
+    def closes(self, id: str) -> None:
+        """Conversation `id` is over, or will not begin."""
+        with self._lock:
+            self._open.discard(id)
+            self._close_if_unused()
+
     def retire(self) -> None:
-        """No more conversations: it ends with the last of those that it has."""
+        """No more conversations: it ends when the last of those that it has is over."""
+        with self._lock:
+            self._retired = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
         assert self._process.stdin is not None
-        with self._lock, suppress(OSError):
-            self._process.stdin.close()
+        if self._retired and not self._open:
+            with suppress(OSError):
+                self._process.stdin.close()
 
     def stop(self) -> None:
         """End it, and what it has started."""
@@ -135,6 +154,7 @@ def give_up(worker: Worker, id: str) -> None:
     worker.wakes.pop(id, None)
     if worker.results.pop(id, None) is None:
         worker.send({"cancel": id})
+    worker.closes(id)
 
 
 class Workers:
@@ -145,8 +165,8 @@ class Workers:
         self._lock = threading.Lock()
         self._current: dict[str, Worker] = {}
 
-    def take(self, words: Sequence[str], hello: Mapping[str, Any] | None = None) -> Worker:
-        """A process for one more conversation."""
+    def take(self, id: str, words: Sequence[str], hello: Mapping[str, Any] | None = None) -> Worker:
+        """A process for conversation `id`, which `give_up` ends."""
         key = json.dumps([list(words), hello], sort_keys=True, default=str)
         with self._lock:
             worker = self._current.get(key)
@@ -155,7 +175,7 @@ class Workers:
                 worker = None
             if worker is None or not worker.alive:
                 worker = self._current[key] = Worker(words, hello)
-            worker.started += 1
+            worker.opens(id)
         return worker
 
     def stop(self) -> None:

@@ -84,8 +84,8 @@ def _carried(
             engine.step()
         held, ended = engine.suspend(), engine.collect()
         # Decode steps in a row may draw beyond the edge: that is dropped, as a rollout does.
-        under_way = [one.first(edge) for one in held] if version < VERSIONS - 1 else []
-        if under_way:
+        if version < VERSIONS - 1:
+            under_way = [one.first(edge) for one in held]
             under_way += [_first(requests[one.request_id], one, edge, version) for one in ended]
     return sorted(ended, key=lambda one: one.request_id)
 

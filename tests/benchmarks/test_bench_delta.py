@@ -15,5 +15,7 @@ def test_the_time_of_a_steps_bytes() -> None:
 def test_it_runs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     bench_delta.main(["--tiny"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[0] for line in lines] == ["packed", "backward", "decode"]
+    assert [line.split(" ")[0] for line in lines] == [
+        "packed", "backward", "plain", "conv", "norm", "plain-conv", "plain-norm", "decode",
+    ]
     assert all(float(line[20:].split()[0]) > 0 for line in lines)

@@ -62,5 +62,6 @@ def test_a_tiny_model_runs_on_the_cpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines[-5:]] == ["rollout", "rollout", "groups", "long", "update"]
+    assert [line[0] for line in lines[-5:]] == ["rollout", "groups", "groups", "long", "update"]
     assert {line[0] for line in lines} >= {"absorb", "lift", "attend", "backward"}
+    assert any(line[:4] == ["4", "x", "(256", "+"] and line[-1] == "equal" for line in lines)

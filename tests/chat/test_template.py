@@ -12,7 +12,7 @@ from jetrl.chat.fields import message_of
 from jetrl.chat.messages import TurnEncoder, encode_solution
 from jetrl.chat.prompts import encode_problem, encode_prompt, opened_text
 from jetrl.config import TaskConfig
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.types import Completion, Problem
 
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -119,7 +119,7 @@ def told(call: Any) -> tuple[str, str]:
             text = call()
         except UserError as error:
             return "", str(error)
-    return "".join(map(chr, text)), "\n".join(str(w.message) for w in caught)
+    return "".join(map(chr, text)), "\n".join(str(w.message) for w in caught if issubclass(w.category, Notice))
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -98,8 +98,8 @@ def inputs(groups: list[int], pages: int) -> DecodeInputs:
 
 
 def test_shared_pages_reach_the_graph_while_groups_shrink() -> None:
-    spec = SimpleNamespace(num_heads=32, num_kv_heads=8)
-    cache = SimpleNamespace(keys=torch.empty(1, 1, 128, 8, 128, dtype=torch.bfloat16), scales=None, page_size=128)
+    spec = SimpleNamespace(num_heads=32, num_kv_heads=8, latent=None)
+    cache = SimpleNamespace(key_bytes=2 * 8 * 128 * 2, page_size=128)
     model = SimpleNamespace(spec=spec, addresses=lambda: ())
     graphs = {mode: _Uncaptured(model, cache, graph_cache(model), 8, mode) for mode in ("auto", "on", "off")}
     rooms = []

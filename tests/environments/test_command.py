@@ -18,7 +18,7 @@ from jetrl import UserError
 from jetrl.environments import spoken
 from jetrl.environments.asked import Said
 from jetrl.environments.command import WORKERS, Command, words_of
-from jetrl.environments.worker import ConversationFailed, Workers
+from jetrl.environments.worker import ConversationFailed, Worker, Workers, give_up
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.run.replay.checks import replay
 from jetrl.serve import gateway
@@ -273,6 +273,23 @@ def lasting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     WORKERS.stop()
 
 
+# It answers what it hears, and ends with its input.
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    said = json.loads(line)
+    id = said.get("episode") or "cancelled " + said["cancel"]
+    print(json.dumps({"episode": id, "reward": float("episode" in said)}), flush=True)
+"""
+
+
+def answer_of(worker: Worker, id: str) -> dict[str, Any]:
+    end = time.monotonic() + 60
+    while id not in worker.results and time.monotonic() < end:
+        time.sleep(0.01)
+    return worker.results[id]
+
+
 def test_one_program_has_many_conversations(lasting: Any) -> None:
     start = time.monotonic()
     one, two, bad = lasting(), lasting(), lasting(seed=13)
@@ -293,10 +310,24 @@ def test_one_program_has_many_conversations(lasting: Any) -> None:
     with pytest.raises(UserError, match="cannot be started"):
         Command("/nowhere/agent", lasting=True).reset({"prompt": "a"})
     assert time.monotonic() - start < 200
-    few = Workers(most=1)
-    first, second = (few.take([sys.executable, "-c", "input(); input()"]) for _ in range(2))
-    assert first is not second
-    few.stop(), first.stop()
+
+
+def test_a_retired_program_has_all_conversations_that_it_was_given() -> None:
+    """Also those that begin only after another process has taken its place, and it hears of a cancel."""
+    few, echo = Workers(most=2), [sys.executable, "-c", ECHO]
+    first, same, second = (few.take(id, echo) for id in "abc")
+    assert first is same is not second and first.alive
+    first.send({"episode": "a"})
+    give_up(first, "b")  # it never began
+    assert answer_of(first, "a") == {"episode": "a", "reward": 1.0} and first.alive
+    first.send({"cancel": "a"})
+    assert answer_of(first, "cancelled a")["reward"] == 0.0
+    give_up(first, "a")
+    give_up(first, "a")
+    first._process.wait(30)
+    assert first._process.returncode == 0 and second.alive
+    few.stop()
+    assert not second.alive
 
 
 def test_a_run_trains_through_a_lasting_program(tmp_path: Path) -> None:

@@ -38,13 +38,15 @@ def parts_of(lengths: list[int], before: list[int] | None = None, rows: StateRow
     return Parts(ends, tuple(lengths), None if before is None else torch.tensor(before, dtype=torch.int32).cuda(), rows)
 
 
-def test_cases() -> None:
-    """Against the definition to rounding; pieces, forks and single tokens against the whole, bit for bit."""
+@pytest.mark.parametrize(("file", "least"), [("triton_delta_cases.py", 15), ("triton_delta_backward_cases.py", 19)])
+def test_cases(file: str, least: int) -> None:
+    """Against the definition to rounding; pieces, forks and single tokens against the whole, bit for bit. Gradients
+    against float64, and twice."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kernels")])}
-    command = [sys.executable, str(ROOT / "tests" / "kernels" / "triton_delta_cases.py")]
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["cases"] >= 15, done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["cases"] >= least, done.stdout
 
 
 @pytest.mark.parametrize("count", [1, 64, 512])
@@ -101,11 +103,33 @@ def test_gradients_are_those_of_a_cpu_and_repeat() -> None:
     lengths = [70, 131]
     x = inputs(201, 5)
     up = torch.randn(201, 4, 128, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-    first, again = (backward.rule_grads(up, *x, parts_of(lengths)) for _ in range(2))
+    first, again = (backward.delta_rule_backward(up, *x, parts_of(lengths)) for _ in range(2))
     host = tuple(t.cpu() for t in x)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    want = backward.rule_grads(up.cpu(), *host, Parts(ends, tuple(lengths)))
+    want = backward.delta_rule_backward(up.cpu(), *host, Parts(ends, tuple(lengths)))
     for mine, same, theirs in zip(first, again, want, strict=True):
         assert torch.equal(mine, same)
         assert (mine.cpu().float() - theirs.float()).norm() < 4e-3 * theirs.float().norm()
     assert reference.BLOCK == 16
+
+
+def test_gradients_of_a_long_pack() -> None:
+    """At the sizes of the 9B model, against the plain pass in FP32: to the rounding of operands; ten times, and with
+    other sequences around, the same bits."""
+    from jetrl.kernels.delta.backward_triton import delta_rule_backward
+
+    sizes, lengths = HeadSizes(16, 32, 128, 128), [1000, 3000, 1, 63, 64, 65]
+    x = inputs(sum(lengths), 8, sizes)
+    up = torch.randn(sum(lengths), 32, 128, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
+    first = delta_rule_backward(up, *x, parts_of(lengths))
+    for name, mine, theirs in zip(
+        ("q", "k", "v", "g", "beta"), first, backward.delta_rule_backward(up, *x, parts_of(lengths)), strict=True
+    ):
+        error = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        assert error < 7e-3, f"d{name}: {error:.5f}"
+    for _ in range(9):
+        for mine, again in zip(first, delta_rule_backward(up, *x, parts_of(lengths)), strict=True):
+            assert torch.equal(mine, again)
+    cut = tuple(t[1000:4000].contiguous() for t in (up, *x))
+    for mine, alone in zip(first, delta_rule_backward(*cut, parts_of([3000])), strict=True):
+        assert torch.equal(mine[1000:4000], alone)

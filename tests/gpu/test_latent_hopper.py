@@ -7,15 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from latent_arch import LATENT
 from tiny import long_prompts, numbers, tiny_config, tiny_run, weights_hash
 from torch import Tensor, nn
 
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
 from jetrl.huggingface.fp8 import joined
-from jetrl.kernels.attention import latent
+from jetrl.kernels import dispatch
+from jetrl.kernels.attention import latent, latent_triton
 from jetrl.kernels.attention.latent import LatentSizes, Up
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.quantize.ops import quantize_act, quantize_weight
@@ -23,11 +27,11 @@ from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.master import masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.parity.certificate import Workload, certify
-from jetrl.parity.rows import varlen
+from jetrl.parity.rows import NoText, varlen
 from jetrl.precision.recipe import Recipe
 from jetrl.run.prepare import prepare
 from jetrl.spec import SHAPES
-from jetrl.types import VarlenPlan
+from jetrl.types import Completion, Request, SamplingParams, VarlenPlan, WeightSet
 
 pytestmark = pytest.mark.gpu
 CUDA, PARITY = "cuda", "parity/logprob_abs_diff_max"
@@ -105,7 +109,7 @@ def test_kernel_equals_its_definition(number: int) -> None:
     import triton_latent_cases
 
     cases = triton_latent_cases.all_cases()
-    assert len(cases) == 34
+    assert len(cases) == 43
     for name, case in cases[number::15]:
         print(name)
         case()
@@ -138,6 +142,32 @@ def test_certificate(name: str, precision: str) -> None:
     ):
         told = certify(build(name, precision), work, name, lambda text: None).to_json()
         assert told["bit_equal"], told["links"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_merged_prefixes_change_no_token(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of several prompts, of which some end early: decode graphs read shared pages once, tokens and log-probs
+    are those without, and in the certificate those of training."""
+    if backend == "triton":
+        dispatch.select(backend)
+    model, g = build("moonlight", "bf16"), np.random.default_rng(1)
+    prompts = [tuple(g.integers(1, model.spec.vocab_size, n).tolist()) for n in (300, 2500, 1152, 90)]
+    asked = [Request(i, prompts[i // 12], SamplingParams(20 + 7 * (i % 5), ignore_eos=True)) for i in range(48)]
+    merged: list[int] = []
+    begin = latent_triton.begin_chunks
+    monkeypatch.setattr(latent_triton, "begin_chunks", lambda *args: (merged.append(1), begin(*args)))
+
+    def generated(mode: str) -> tuple[list[Completion], int]:
+        engine = PagedEngine(model, NoText(), "flow", EngineSettings(page_size=128, merge_prefix=mode))
+        engine.load(WeightSet(1, "flow", {}))
+        return list(engine.generate(asked)), engine.runner.merged_calls
+
+    (apart, none), (together, some) = generated("off"), generated("on")
+    told = certify(model, Workload(4, 200, 12, chunk=64, page_size=128), "moonlight", lambda text: None)
+    assert merged and some and not none, "no step merged anything"
+    for a, b in zip(apart, together, strict=True):
+        assert a == b, f"request {a.request_id}"
+    assert told.ok and "m" in [link.link for link in told.links], told
 
 
 def test_gradients_repeat_and_are_those_of_float64() -> None:

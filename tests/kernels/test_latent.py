@@ -141,3 +141,22 @@ def test_a_backend_without_a_certificate_is_refused() -> None:
         assert all(op.module(name) is not None for op in tables()["attention"] if "latent" in op.name)
     assert dispatch.require_latent("reference").latent_attend is latent_reference.latent_attend
     assert latent_reference.latent_attend.__module__.endswith("latent_reference")
+
+
+@pytest.mark.parametrize(("size", "lengths"), [
+    (1, (32768,)), (4, (32768,)), (1, (2048,) * 16), (4, (32768, *(64,) * 500)), (3, tuple(range(1, 200))),
+])  # fmt: skip
+def test_programs_of_a_slab_are_those_with_work_and_few_more(size: int, lengths: tuple[int, ...]) -> None:
+    """In slabs of 256 tokens: enough for every block that a slab touches, and not twice as many beside one for each of
+    its sequences. (A block of a sequence had a program in every slab once: 134M for 32K tokens.)"""
+    triton = pytest.importorskip("jetrl.kernels.attention.latent_triton", reason="needs Triton", exc_type=ImportError)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    block = np.concatenate([np.arange(n) // size for n in lengths])
+    programs = work = 0
+    for low in range(0, len(owner), 256):
+        here = slice(low, low + 256)
+        touched = len(set(zip(owner[here].tolist(), block[here].tolist(), strict=True)))
+        found = triton.blocks_of(len(owner[here]), lengths, size)
+        assert touched <= found <= 2 * touched + 256 * (len(lengths) > 1)
+        programs, work = programs + found, work + touched
+    assert len(lengths) > 1 or programs <= 1.1 * work

@@ -19,6 +19,7 @@ from jetrl.kernels import tiles
 from jetrl.kernels.attention import decode_chain as chain
 from jetrl.kernels.attention import decode_shared as shared
 from jetrl.kernels.attention import decode_split as split
+from jetrl.kernels.attention import latent, latent_chain, latent_shared, latent_triton
 from jetrl.kernels.attention import portable_few
 from jetrl.kernels.gemm import coded_rows as coded
 from jetrl.kernels.quantize import e4m3
@@ -39,15 +40,18 @@ def for_hopper(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
     return done.asm["ttgir"], done.metadata.shared
 
 
-def compiled(kernel: Any, fp8: bool, arch: int, **constants: Any) -> Any:
-    """The kernel as Triton compiles it."""
+def compiled(
+    kernel: Any, fp8: bool, arch: int, more: dict[str, str] | None = None, launch: tuple[int, int] = (4, 3),
+    **constants: Any,
+) -> Any:
+    """The kernel as Triton compiles it; `more` types of pointers, and `launch`: warps and stages."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     constants = COMMON | {"FP8": fp8} | constants
     pages = "*u8" if fp8 else "*bf16"
-    kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages}
+    kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages} | (more or {})
     if kernel in (shared._shared_kernel, portable_few._few_kernel) and fp8:
         kinds["scales"] = "*i32"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
@@ -58,7 +62,8 @@ def compiled(kernel: Any, fp8: bool, arch: int, **constants: Any) -> Any:
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": 4, "enable_fp_fusion": False} | ({"launch_pdl": True} if arch >= 90 else {})
+    options = {"num_warps": launch[0], "num_stages": launch[1], "enable_fp_fusion": False}
+    options |= {"launch_pdl": True} if arch >= 90 else {}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -186,3 +191,25 @@ def test_portable_decode_steps_keep_the_order_of_keys_and_read_ahead(arch: int, 
     pending = re.search(r"async_wait .*num = (\d)", loop[: loop.index("dot")])
     assert pending is not None and int(pending[1]) > 0, "while a step is computed, the next one is on its way"
     assert done.metadata.shared <= 64 * 1024 and resources.used(done.asm["cubin"])["stack"] == 0
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("hopper", 90), ("triton", 90), ("triton", 89)])
+def test_shared_latents_fit_and_are_multiplied_as_a_sequences_own(backend: str, arch: int) -> None:
+    """Both kernels of a decode step that merges: no registers spill, shared memory suffices, operands hold two
+    neighbours; programs of many rows have the instruction that they have in training."""
+    steps = latent.STEPS[backend]
+    sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "CHUNK": 1024, "UNIT": 128, "TILE": steps.tile}
+    few = {"ROWS": 16, "ONE": True, "WHOLE": False, "LSE": False}
+    for kernel, more, warps, stages, word in (
+        (latent_shared._shared_kernel, {"ROWS": steps.shared, "S": 4}, 8, 2, "wgmma" if backend == "hopper" else "mma"),
+        (latent_triton._rows_kernel, few, 4, steps.stages, "mma"),
+    ):
+        pointers = dict.fromkeys(("queries", "keys", "done"), "*i32")
+        pointers |= {"rows": "*bf16", "lse": "*fp32", "natural": "fp32"}
+        done = compiled(kernel, False, arch, pointers, (warps, stages), **sizes, **more, PDL=arch >= 90)
+        code = done.asm["ttgir"]
+        assert ("warp_group_dot " in code) == (word == "wgmma") and ("tt.dot " in code) == (word == "mma")
+        assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
+        assert resources.used(done.asm["cubin"])["stack"] == 0
+        assert done.metadata.shared <= (227 if backend == "hopper" else 99) * 1024
+    assert latent_shared.add_tile is latent_chain.add_tile is latent_triton.add_tile, "one order of operations"

@@ -244,6 +244,12 @@ def norm_cases() -> Iterator[tuple[str, Case]]:
                 for tile in (False, True):
                     again = tn.normed_t(kept[1], kept[2], w.to(DEVICE), pow2, tile)
                     equal_q(f"again, tile={tile}", again, backend.quantize_act_t(want[0], pow2, tile))
+                more = w.float() + 1.0  # FP32: what a norm with an offset multiplies by
+                y, total, inverses = tn.add_rms_norm_kept(x.to(DEVICE), r.to(DEVICE), more.to(DEVICE), 1e-6, pow2)
+                want = backend.add_rms_norm(x, r, more, 1e-6)
+                equal_q("offset", y, ref.quantize_1x128(want[0], pow2))
+                again = tn.normed_t(total, inverses, more.to(DEVICE), pow2, True)
+                equal_q("offset, again", again, backend.quantize_act_t(want[0], pow2, True))
                 equal("add", tp.add(x.to(DEVICE), r.to(DEVICE)), ref.add(x, r))
                 equal("bias", tp.add(x.to(DEVICE), w.to(DEVICE)), ref.add(x, w))
 

@@ -8,8 +8,10 @@ definition of the CPU, whose sums are exact, results are compared up to rounding
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,10 +19,11 @@ import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.attention import latent_portable, latent_triton
+from jetrl.kernels.attention import latent_portable, latent_shared, latent_triton
 from jetrl.kernels.attention import latent_reference as definition
 from jetrl.kernels.attention.latent import LatentSizes
 from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.kernels.attention.state import SharedPages
 from jetrl.types import PagedPlan, VarlenPlan
 
 DEVICE, INTERPRET, Case, equal = base.DEVICE, base.INTERPRET, base.Case, base.equal
@@ -33,6 +36,7 @@ SIZES = {
 LENGTHS = (1, 70, 3, 66) if INTERPRET else (1, 127, 64, 129, 1000, 1025, 2300)
 PAGE = 64 if INTERPRET else 128
 SCALE = 192**-0.5
+STEPS = {latent_triton: latent_triton.HOPPER, latent_portable: latent_portable.STEPS}
 if INTERPRET:
     from triton.runtime import interpreter
 
@@ -44,6 +48,7 @@ if INTERPRET:
     interpreter.InterpreterBuilder.create_dot = dot
     latent_triton.CHUNK = 64
     latent_triton._PARTIAL_BYTES = 1 << 16  # several slabs
+    latent_triton._AT_ONCE = interpreter.tl.constexpr(4)  # type: ignore[attr-defined]  # several rounds of a search
 
 
 def inputs(sizes: LatentSizes, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +112,25 @@ def packed_case(kernels: Any, sizes: LatentSizes) -> None:
         start += n
 
 
+def ragged_case(kernels: Any, sizes: LatentSizes, together: bool) -> None:
+    """Many sequences, some of them empty: each token's row is that of its sequence alone, wherever slabs begin."""
+    lengths = (3, 1, 1, 66, 2, 5, 1, 17, 1) if INTERPRET else (3, 1, 1, 1066, 2, 5, 1, 77, *(1,) * 300, 2)
+    if not together:
+        lengths = (0, 0, *lengths[:2], 0, *lengths[2:5], *(0,) * 40, *lengths[5:], 0)
+    q, row, w = inputs(sizes, lengths)
+    q, row = absorbed(kernels, q, w, sizes), row.to(DEVICE)
+    before, latent_triton._PARTIAL_BYTES = latent_triton._PARTIAL_BYTES, 2 * 4 * sizes.heads * sizes.rank * 13
+    try:  # slabs of 13 tokens in the interpreter, which begin anywhere in a block
+        out = kernels.latent_attend(q, row, plan_of(lengths, DEVICE), SCALE, sizes, False)[0]
+    finally:
+        latent_triton._PARTIAL_BYTES = before
+    alone = [
+        kernels.latent_attend(a, b, plan_of((len(a),), DEVICE), SCALE, sizes, False)[0]
+        for a, b in zip(q.split(lengths), row.split(lengths), strict=True) if len(a)
+    ]
+    equal("ragged", out, torch.cat(alone).cpu())
+
+
 def shared_case(kernels: Any, sizes: LatentSizes) -> None:
     """A stem and two parts: the rows of whole sequences."""
     stem, n = LENGTHS[1], LENGTHS[3]
@@ -151,6 +175,64 @@ def paged_case(kernels: Any, sizes: LatentSizes, chunk: int) -> None:
             done[i] += counts[i]
 
 
+def merged_case(kernels: Any, sizes: LatentSizes, slab: int | None) -> None:
+    """Decoding with pages that groups share: each sequence's bits as without, though shared tiles are read from the
+    first one's pages alone. Shared keys end with a chunk, inside one, or before the first chunk does; `slab`: sequences
+    whose parts are held at once."""
+    unit, chunk = (64, 128) if INTERPRET else (128, 1024)
+    groups = ((2, 3), (9, 1), (3, 3), (1, 0)) if INTERPRET else ((5, 17), (4, 8), (16, 12), (9, 3), (2, 32), (1, 0))
+    most = 64 // sizes.heads  # sequences of a chunk of `SharedPages`
+    g, width = torch.Generator().manual_seed(4), max(tiles for _, tiles in groups) + 2
+    count = sum(n for n, _ in groups)
+    table = torch.randperm(count * width + 1, generator=g)[: count * width].view(count, width).int()
+    members, tiles_of, lengths, first, at = [], [], [], [0] * count, 0
+    for n, tiles in groups:
+        mine = list(range(at, at + n))
+        table[mine, :tiles] = table[at, :tiles].clone()
+        lengths += [tiles * unit + int(torch.randint(1, 2 * unit, (1,), generator=g)) for _ in mine]
+        for part in (mine[i : i + most] for i in range(0, n, most)):
+            if tiles and len(part) > 1:
+                members, tiles_of = [*members, part + [-1] * (most - len(part))], [*tiles_of, tiles]
+                first = [tiles if i in part else f for i, f in enumerate(first)]
+        at += n
+    room = len(members) + 1  # one is padding
+    members += [[-1] * most] * (room - len(members))
+    shared = SharedPages(*(
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (first, members, tiles_of + [0])
+    ))
+    pages = torch.randn(count * width + 1, unit, sizes.rank + sizes.rope, generator=g).to(DTYPE)
+    rubbish = int(np.setdiff1d(np.arange(count * width + 1), table.numpy())[0])
+    pages[rubbish] = 1e30
+    q = (torch.randn(count, sizes.heads, sizes.rank + sizes.rope, generator=g) * 0.5).to(DTYPE).to(DEVICE)
+    row = torch.randn(count, sizes.rank + sizes.rope, generator=g).to(DTYPE).to(DEVICE)
+    slots = torch.tensor([int(table[i, (n - 1) // unit]) * unit + (n - 1) % unit for i, n in enumerate(lengths)])
+    slots[-1] = -1  # padding
+
+    def attended(table: Tensor, shared: Any) -> Tensor:
+        plan = PagedPlan(
+            None, torch.arange(count + 1, dtype=torch.int32, device=DEVICE), (1,) * count,  # type: ignore[arg-type]
+            torch.tensor(lengths, dtype=torch.int32, device=DEVICE), (width,) * count, table.to(DEVICE),
+            slots.to(DEVICE), shared,
+        )
+        return kernels.latent_attend_cached(q, row, pages.clone().to(DEVICE), plan, SCALE, sizes)
+
+    part = sizes.heads * sizes.rank * 4 * -(-width * unit // chunk)
+    with ExitStack() as stack:
+        for module, name, value in (
+            (latent_triton, "CHUNK", chunk), (latent_shared, "UNIT", unit), (latent_triton, "UNIT", unit),
+            (latent_triton, "_PARTIAL_BYTES", slab * part if slab else latent_triton._PARTIAL_BYTES << 4),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        want = attended(table, None).cpu()
+        equal("merged", attended(table, shared), want)
+        known = table.clone()
+        for i, tiles in enumerate(first):
+            if i not in [m[0] for m in members]:
+                known[i, :tiles] = rubbish
+        equal("merged, read once", attended(known, shared), want)
+        assert not torch.equal(attended(known, None).cpu(), want), "the rubbish is seen by who reads it"
+
+
 def refused_case(kernels: Any) -> None:
     for sizes in (LatentSizes(16, 128, 64, 500, 128), LatentSizes(128, 128, 64, 512, 128)):
         try:
@@ -175,9 +257,14 @@ def _cases() -> Iterator[tuple[str, Case]]:
                 yield f"products {of} {tokens}", partial(products_case, kernels, sizes, tokens)
             yield f"packed {of}", partial(packed_case, kernels, sizes)
             yield f"shared {of}", partial(shared_case, kernels, sizes)
+            if latent_shared.merges(STEPS[kernels], sizes.heads):
+                yield f"merged {of}", partial(merged_case, kernels, sizes, None)
+            for together in (True, False) if name == "16 heads" else ():
+                yield f"ragged {of} {together}", partial(ragged_case, kernels, sizes, together)
             for chunk in (40,) if INTERPRET else (7, 64, 300):
                 yield f"paged {of} {chunk}", partial(paged_case, kernels, sizes, chunk)
     for kernels in (latent_triton, latent_portable):
+        yield f"merged in slabs {kernels.__name__}", partial(merged_case, kernels, SIZES["16 heads"], 4)
         yield f"refused {kernels.__name__}", partial(refused_case, kernels)
 
 

@@ -47,9 +47,9 @@ DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
 KINDS = {"mma": (8, 0), "wgmma": (9, 0), "tcgen05": (10, 0)}
 
 
-def steps(start: Any, stop: Any, num_stages: int = 0) -> range:
-    first, last = (int(x.handle.data.item()) if hasattr(x, "handle") else int(x) for x in (start, stop))
-    return range(first, last)
+def steps(start: Any, stop: Any, step: int = 1, num_stages: int = 0) -> range:
+    first, last, by = (int(x.handle.data.item()) if hasattr(x, "handle") else int(x) for x in (start, stop, step))
+    return range(first, last, by)
 
 
 def fix_interpreter() -> None:

@@ -5,24 +5,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton_cases as base
 import triton_portable_cases as portable  # also makes the interpreter's products those of the definition
 from torch import Tensor
 
+from jetrl.kernels.attention import latent_portable, latent_triton
 from jetrl.kernels.dispatch import served_by
 from jetrl.kernels.gemm import portable as pg
 from jetrl.kernels.registry import load
 from jetrl.model.transformer import Transformer
+from jetrl.parity import drawn
 from jetrl.parity.certificate import Workload, certify
 from jetrl.parity.rows import varlen
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import build_recipe
-from jetrl.spec import DeltaSpec, ModelSpec, RopeSpec
+from jetrl.spec import SHAPES, DeltaSpec, LatentSpec, ModelSpec, RopeSpec
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -36,6 +41,19 @@ HYBRID = replace(  # a layer of Gated DeltaNet, and one of gated attention
     vocab_size=37, rotary_dim=8, attention_gate=True, norm_offset=True,
     delta=DeltaSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, conv_width=4, layers=(0,)),
 )
+
+
+LATENT = replace(  # one layer of latent attention, dense
+    SHAPES["tiny-mla"], num_layers=1, hidden_size=24, intermediate_size=40, num_heads=4, num_kv_heads=4, vocab_size=37,
+    latent=LatentSpec(rank=16, nope=8, rope=16, value=8), head_dim=16, max_position=140,
+)
+
+
+class Latents:
+    """The ops of latent attention by a backend of a GPU, all others by the definition."""
+
+    def __getattr__(self, op: str) -> Any:
+        return getattr(load("triton" if "latent" in op else "reference"), op)
 
 
 def model_of(precision: str, spec: ModelSpec = SPEC) -> Transformer:
@@ -78,10 +96,30 @@ def model_cases() -> Iterator[tuple[str, base.Case]]:
             error = (got[name] - x).norm() / x.norm()
             assert error < (0.02 if precision == "bf16" else 0.1), f"{name}: relative error {error:.4f}"
 
+    def merged() -> None:
+        """Link m: pairs whose first page is read once, in decode graphs that a CPU stands in for."""
+        tests = Path(__file__).parents[1]
+        sys.path += [str(tests), str(tests / "engine")]
+        from enlarged import enlarged
+        from pytest import MonkeyPatch
+        from test_state_graphs import as_graphs
+
+        model, work, launches = enlarged(LATENT, build_recipe("bf16", 1)), Workload(1, 7, 3, 3), []
+        real = latent_triton.begin_chunks
+        with served_by(CPU, Latents()), MonkeyPatch.context() as patch, as_graphs(patch), torch.no_grad():
+            patch.setattr(drawn, "_SAMPLES", 2)
+            patch.setattr(latent_triton, "begin_chunks", lambda *args: launches.append(args[3].tiles) or real(*args))
+            assert drawn.merged_link in drawn.graph_links(model, work) and latent_portable.STEPS.shared == 32
+            found = drawn.merged_link(model, [], work)
+        assert found.ok and found.rows == 24, found
+        assert [sorted(t.tolist()) for t in launches] == [[0, 1, 1, 1]] * 2, "a chunk for each long prompt"
+
+    yield "link m of latents", merged
     yield "certificate fp8 kv", partial(certificate, "fp8 kv", SPEC, Workload(2, 7, 4, 3))
     yield "certificate of a hybrid, fp8 kv", partial(certificate, "fp8 kv", HYBRID, Workload(2, 5, 4, 2))
     yield "gradients bf16", partial(learning, "bf16", SPEC)
     yield "gradients of a hybrid, bf16", partial(learning, "bf16", HYBRID)
+    yield "gradients of a hybrid, fp8", partial(learning, "fp8", HYBRID)
 
 
 if __name__ == "__main__":

@@ -125,3 +125,16 @@ def test_it_needs_no_more_tokens_than_the_other_links() -> None:
     model = model_of("bf16")
     with torch.no_grad():
         assert carried_link(model, random_sequences(model, work), work).rows == 4 * work.num_sequences
+
+
+def test_sequences_may_all_end_under_the_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose decode steps come several in a row: what is drawn beyond the edge is dropped there, too."""
+    step = PagedEngine.step
+
+    def to_the_end(self: PagedEngine) -> None:
+        while self.has_work:
+            step(self)
+
+    monkeypatch.setattr(PagedEngine, "step", to_the_end)
+    found = link()
+    assert found.ok and found.rows == WORK.num_sequences * WORK.new_tokens

@@ -22,7 +22,7 @@ from jetrl.parity.certificate import Certificate, Workload, certify
 from jetrl.parity.drawn import graph_link, graph_links, merged_link
 from jetrl.parity.rows import Packed, random_sequences, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
-from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.spec import SHAPES, ModelSpec, RopeSpec
 from jetrl.train.batches import MicroBatch
 from jetrl.types import ForwardBatch
 
@@ -280,3 +280,5 @@ def test_links_of_a_gpu_by_what_its_kernels_serve() -> None:
     wide = replace(SPEC, head_dim=64, max_position=512)
     assert letters(wide) == "dm" and letters(SPEC) == "d", "no kernels for heads of 16"
     assert letters(replace(wide, max_position=137)) == "d", "no position for a page that is shared"
+    latent = replace(SHAPES["tiny-mla"], num_layers=1)
+    assert letters(latent) == "dm" and letters(replace(latent, num_heads=33)) == "d", "two sequences' heads are rows"

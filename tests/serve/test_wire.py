@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from typing import Any
 
 import pytest
@@ -141,6 +142,8 @@ def test_addresses_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="one word"):
             require_key("127.0.0.1", key)
     with listen("127.0.0.1", 0) as taken:
+        with socket.create_connection(taken.getsockname()), taken.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "an answer in two parts takes 40 ms"
         with pytest.raises(UserError, match="choose another port"):
             listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UserError, match="Choose another address"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jetrl.engine.graphs.cache import GraphCache, HeldStep, own_or_larger, padded_batch
 from jetrl.engine.rows import PADDING, ZEROS
-from jetrl.engine.sharing import SHARE_FROM, Merge, Sharing, chunk_size, find_sharing
+from jetrl.engine.sharing import SHARE_FROM, Merge, Sharing, chunk_size, find_sharing, heads_of_a_key
 from jetrl.kernels.attention.state import DecodeState, SharedPages, advance
 from jetrl.kernels.logprob.ops import draw
 from jetrl.types import ForwardBatch, PagedPlan, StateRows
@@ -71,7 +71,7 @@ class DecodeGraphs:
         self.model, self.cache, self.graphs, self.max_steps = model, cache, graphs, max_steps
         self.device = graphs.device
         self.merge, self.merged = merge, False  # in the last call
-        self._heads = model.spec.num_heads // model.spec.num_kv_heads if merge != "off" else 1
+        self._heads = heads_of_a_key(model.spec) if merge != "off" else 1
         graphs.drop(GraphSize)  # of another cache
 
     @torch.no_grad()
@@ -137,9 +137,8 @@ class DecodeGraphs:
         if self.merge == "off" or (self.merge == "auto" and len(step.tokens) < SHARE_FROM):
             return None
         found = find_sharing(step.block_table, step.positions, self.cache.page_size, chunk_size(self._heads))
-        keys = self.cache.keys
-        key_bytes = 2 * keys.shape[3] * keys.shape[4] * keys.element_size()
-        return found if found.merges(self.merge, len(step.tokens), key_bytes) else None
+        latent = self.model.spec.latent is not None
+        return found if found.merges(self.merge, len(step.tokens), self.cache.key_bytes, latent) else None
 
     def _shared(self, size: int, room: int) -> SharedPages:
         """Room for `room` chunks of `size` sequences; nothing is shared yet."""

@@ -30,15 +30,19 @@ class LatentSizes(NamedTuple):
 
 class Steps(NamedTuple):
     """Of a GPU's backend: keys of a tile, the least rows of a program where sequences have several tokens, steps on
-    their way with few rows, and the most heads."""
+    their way with few rows, the most heads, and rows of a program that reads what sequences share."""
 
     tile: int
     rows: int
     stages: int
     heads: int
+    shared: int
 
 
-STEPS = {"hopper": Steps(64, 64, 1, 64), "hopper_scaled_mm": Steps(64, 64, 1, 64), "triton": Steps(32, 16, 2, 32)}
+STEPS = {
+    "hopper": Steps(64, 64, 1, 64, 64), "hopper_scaled_mm": Steps(64, 64, 1, 64, 64),
+    "triton": Steps(32, 16, 2, 32, 32),
+}
 LEAST = 16  # the smallest part of a row that the kernels of a GPU take
 
 

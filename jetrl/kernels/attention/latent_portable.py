@@ -3,8 +3,8 @@ plain Triton.
 
 Keys are in tiles of 32, of which two fit in the 99 KB of shared memory that sm_86 and sm_89 have, and a program has as
 many rows as one token has heads (at least 16), in every pass. So a row is computed by one and the same program whether
-it is decoded, prefilled or trained, with one kind of instruction. Prompts and training read their keys more often for
-that.
+it is decoded, prefilled or trained. Prompts and training read their keys more often for that. Only pages that decoding
+sequences share are read by programs of 32 rows, which have the same kind of instruction.
 
 Legend: as in `latent_triton`.
 """

@@ -6,9 +6,10 @@
                    column of ones beside the values, so it has their order in every layout
     merge          a row's chunks from the first to the last, in FP32, rounded once; the log-sum-exp of the row
 
-A decode step has 16 or 32 rows in a program, a prompt or a packed sequence 64: the tensor core gives a row equal bits
-in all of these. So who computes a row changes nothing, and neither does what else is in the step. The host reads no
-length, so steps may be captured. Partial sums of long sequences are FP32 in memory, for some rows at a time.
+A decode step has 16 or 32 rows in a program, a prompt, a packed sequence or what decoding sequences share
+(`latent_shared`) 64: the tensor core gives a row equal bits in all of these. So who computes a row changes nothing, and
+neither does what else is in the step. The host reads no length, so steps may be captured. Partial sums of long
+sequences are FP32 in memory, for some rows at a time.
 
 The backward pass is FlashAttention-4's, of keys and values that are made again (`latent_reference`).
 
@@ -30,6 +31,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.attention.latent import STEPS, LatentSizes, Steps, require_page, require_sizes
+from jetrl.kernels.attention.latent_chain import add_tile
+from jetrl.kernels.attention.latent_shared import UNIT, begin_chunks, merges
+from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.launch import LAUNCH, begin
@@ -37,6 +41,7 @@ from jetrl.types import PagedPlan, VarlenPlan
 
 CHUNK = 1024  # keys
 _PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
+_AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
 _LOG2E = math.log2(math.e)
 
 
@@ -81,18 +86,49 @@ def _write_kernel(row, pages, slots, row_stride, W, B: tl.constexpr, PDL: tl.con
         tl.store(pages + slot * W + e, v, mask=e < W)
 
 
-@triton.jit(do_not_specialize=["width", "low", "high", "per_sequence", "first", "all_tokens", "chunks"])
+@triton.jit
+def _last(queries, sequences, first, most, TOKENS: tl.constexpr):
+    """The last sequence whose first block has a number of at most `most`. Blocks have TOKENS tokens; a sequence's first
+    one has the number (tokens before it + (TOKENS - 1) * sequences before it) // TOKENS: none has another's."""
+    found = tl.zeros([_AT_ONCE], tl.int32)
+    for start in tl.range(0, sequences, _AT_ONCE, num_stages=1):
+        s = start + tl.arange(0, _AT_ONCE)
+        block = (tl.load(queries + s, mask=s < sequences, other=0) - first + s * (TOKENS - 1)) // TOKENS
+        found += ((block <= most) & (s < sequences)).to(tl.int32)
+    return tl.sum(found, axis=0) - 1
+
+
+@triton.jit
+def _place(index, queries, sequences, first, low, TOKENS: tl.constexpr):
+    """Sequence and part of block `index`, counted from the block of token `low`."""
+    block = index
+    if low > 0:
+        s = _last(queries, sequences, first, low, 1)
+        start = tl.load(queries + s) - first
+        block += (start + s * (TOKENS - 1)) // TOKENS + (low - start) // TOKENS
+    s = _last(queries, sequences, first, block, TOKENS)
+    return s, block - (tl.load(queries + s) - first + s * (TOKENS - 1)) // TOKENS
+
+
+@triton.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
 def _rows_kernel(
-    q, rows, table, queries, keys, out, lse, tops, sums, accs, scale, natural, width, low, high, per_sequence, first,
+    q, rows, table, queries, keys, done, out, lse, tops, sums, accs, scale, natural, width, low, high, sequences, first,
     all_tokens, chunks, N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr,
+    LSE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Rows of one block of a sequence's tokens over one chunk of its keys. `queries`: where sequences begin, counted
-    from `first`; `keys`: how many they have (pages), or where these begin. WHOLE: there is one chunk, and the result is
-    final; else maxima, sums and outputs of tokens from `low` to `high` are left in FP32."""
+    from `first`; `keys`: how many they have (pages), or where these begin. ONE: each has one token. UNIT: if not
+    0, the first `done[sequence]` tiles of so many keys were computed; a chunk that they begin goes on from what is
+    there. WHOLE: there is one chunk, and the result is final; else maxima, sums and outputs of tokens from `low` to
+    `high` are left in FP32."""
     begin(PDL)
-    sequence, part, chunk = tl.program_id(0) // per_sequence, tl.program_id(0) % per_sequence, tl.program_id(1)
+    chunk = tl.program_id(1)
     tokens: tl.constexpr = ROWS // N
+    if ONE:
+        sequence, part = low + tl.program_id(0), 0
+    else:
+        sequence, part = _place(tl.program_id(0), queries, sequences, first, low, tokens)
     start = tl.load(queries + sequence)
     count = tl.load(queries + sequence + 1) - start
     origin = tl.load(keys + sequence)
@@ -100,8 +136,11 @@ def _rows_kernel(
     here = part * tokens
     row0, pos0 = start - first + here, depth - count + here
     mine = tl.minimum(count - here, tokens)
-    end = tl.minimum((chunk + 1) * CHUNK, pos0 + mine)
-    if (mine > 0) & (chunk * CHUNK < end) & (row0 < high) & (row0 + mine > low):
+    begun = chunk * CHUNK
+    end = tl.minimum(begun + CHUNK, pos0 + mine)
+    if UNIT > 0:
+        begun = tl.maximum(begun, tl.load(done + sequence) * UNIT)
+    if (mine > 0) & (begun < end) & (row0 < high) & (row0 + mine > low):
         r, e, f, k = tl.arange(0, ROWS), tl.arange(0, L), tl.arange(0, R), tl.arange(0, TILE)
         token = r // N
         alive = (token < mine) & (row0 + token >= low) & (row0 + token < high)
@@ -110,31 +149,28 @@ def _rows_kernel(
         qr = tl.load(q + at[:, None] * (L + R) + (L + f)[None, :], mask=alive[:, None], other=0.0)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
-        ones = tl.full([TILE, 16], 1.0, tl.float32).to(rows.dtype.element_ty)
-        for t in range(chunk * CHUNK, end, TILE):
+        to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
+        if UNIT > 0:
+            known = alive & (begun > chunk * CHUNK)
+            top = tl.load(tops + to, mask=known, other=float("-inf"))
+            total += tl.load(sums + to, mask=known, other=0.0)[:, None]
+            acc = tl.load(accs + to[:, None] * L + e[None, :], mask=known[:, None], other=0.0)
+        for t in range(begun, end, TILE):
             if PAGE > 0:
                 line = tl.load(table + sequence * width + t // PAGE).to(tl.int64) * PAGE + t % PAGE + k
             else:  # behind the last key lie others, or nothing
                 line = origin.to(tl.int64) + tl.minimum(t + k, depth - 1)
             c = tl.load(rows + line[:, None] * (L + R) + e[None, :])
             kr = tl.load(rows + line[:, None] * (L + R) + (L + f)[None, :])
-            s = tl.dot(qr, tl.trans(kr), tl.dot(qc, tl.trans(c)))
-            s = tl.where((t + k)[None, :] <= (pos0 + token)[:, None], s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, axis=1))
-            known = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp2((top - known) * scale)
-            p = tl.exp2((s - known[:, None]) * scale).to(rows.dtype.element_ty)
-            total = tl.dot(p, ones, total * shrink[:, None])
-            acc = tl.dot(p, c, acc * shrink[:, None])
-            top = new
+            seen = (t + k)[None, :] <= (pos0 + token)[:, None]
+            top, total, acc = add_tile(qc, qr, c, kr, seen, top, total, acc, scale, ROWS, TILE, True)
         sum_of = tl.max(total, axis=1)  # of 16 equal columns
         if WHOLE:
-            done = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
-            tl.store(out + at[:, None] * L + e[None, :], done, mask=alive[:, None])
+            result = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
+            tl.store(out + at[:, None] * L + e[None, :], result, mask=alive[:, None])
             if LSE:
                 tl.store(lse + (r % N) * all_tokens + row0 + token, top * natural + tl.log(sum_of), mask=alive)
         else:
-            to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
             tl.store(tops + to, top, mask=alive)
             tl.store(sums + to, sum_of, mask=alive)
             tl.store(accs + to[:, None] * L + e[None, :], acc, mask=alive[:, None])
@@ -222,10 +258,9 @@ def latent_attend(
     rows = row if plan.keys is None else row.index_select(0, plan.keys.rows)
     out = torch.empty(len(q), sizes.heads, sizes.rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(sizes.heads, len(q), dtype=torch.float32, device=q.device) if need_lse else None
-    longest, deepest = max(plan.lengths, default=0), max(seen.lengths, default=0)
     _attend(
-        q, rows.contiguous(), None, plan.cu_seqlens, seen.cu_seqlens, out, lse, scale, sizes, len(plan.lengths),
-        longest, deepest, 0, 0, steps,
+        q, rows.contiguous(), None, plan.cu_seqlens, seen.cu_seqlens, out, lse, scale, sizes, plan.lengths,
+        max(seen.lengths, default=0), 0, 0, steps,
     )
     return out, lse
 
@@ -234,7 +269,8 @@ def latent_attend_cached(
     q: Tensor, row: Tensor, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes, steps: Steps = HOPPER
 ) -> Tensor:
     """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
-    over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows."""
+    over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows;
+    where all have one, pages that they share are read once for several (`latent_shared`)."""
     page, width = pages.shape[1], row.shape[1]
     require_page(page, steps)
     assert pages.is_contiguous() and row.stride(1) == 1
@@ -245,49 +281,63 @@ def latent_attend_cached(
     out = torch.empty(len(q), sizes.heads, sizes.rank, dtype=q.dtype, device=q.device)
     lengths, deepest = plan.query_lengths, plan.block_table.shape[1] * page
     single = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
-    parts = ((0, single, 1), (single, len(lengths), max(lengths[single:], default=0)))
-    for first, last, longest in parts:
+    shared = plan.shared if merges(steps, sizes.heads) else None
+    assert shared is None or single == len(lengths), "pages are shared only in steps in which all sequences decode"
+    for first, last in ((0, single), (single, len(lengths))):
         if first < last:
             _attend(
                 q[first:] if first == single else q[:single], pages, plan.block_table[first:last],
                 plan.cu_seqlens[first : last + 1], plan.kv_lengths[first:last],
-                out[first:] if first == single else out[:single], None, scale, sizes, last - first, longest, deepest,
-                page, first, steps,
+                out[first:] if first == single else out[:single], None, scale, sizes, lengths[first:last], deepest,
+                page, first, steps, shared,
             )
     return out
 
 
+def blocks_of(tokens: int, lengths: tuple[int, ...], size: int) -> int:
+    """How many programs `tokens` tokens in a row need at most, in blocks of `size` that begin at each of their
+    sequences; `lengths` are these, or bounds. An empty sequence may lie between any two tokens."""
+    apart = min(tokens, len(lengths)) if all(lengths) else len(lengths)
+    return (tokens - 1 + (apart + 1) * (size - 1)) // size + 1
+
+
 def _attend(
     q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
-    scale: float, sizes: LatentSizes, sequences: int, longest: int, deepest: int, page: int, first: int,
-    steps: Steps,
+    scale: float, sizes: LatentSizes, lengths: tuple[int, ...], deepest: int, page: int, first: int, steps: Steps,
+    shared: SharedPages | None = None,
 ) -> None:
-    """`first`: what `queries` says of the first token of `q`."""
-    heads, tokens, device = sizes.heads, len(q), q.device
-    if not tokens or not longest:
+    """`lengths`: the tokens of each sequence, or bounds where more than 1; `first`: what `queries` says of the first
+    token of `q`."""
+    heads, tokens, sequences, device = sizes.heads, len(q), len(lengths), q.device
+    if not tokens or not any(lengths):
         return
-    few = triton.next_power_of_2(max(16, heads))
-    block = few if longest == 1 else max(steps.rows, few)
+    few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
+    block = few if one else max(steps.rows, few)
     warps, stages = (4 if block < steps.tile else 8), (steps.stages if block < 64 else 2)
-    per_sequence = triton.cdiv(longest, block // heads)
     chunks = triton.cdiv(deepest, CHUNK)
-    slab = tokens if chunks == 1 else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))
+    whole = chunks == 1 and shared is None
+    slab = tokens if whole else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))
     empty = torch.empty(0, dtype=torch.float32, device=device)
     tops = sums = accs = empty
-    if chunks > 1:
+    if not whole:
         tops, sums = (torch.empty(slab * heads * chunks, dtype=torch.float32, device=device) for _ in range(2))
         accs = torch.empty(slab * heads * chunks * sizes.rank, dtype=torch.float32, device=device)
     lse_at = empty if lse is None else lse
     common = dict(N=heads, L=sizes.rank, CHUNK=CHUNK, LSE=lse is not None, enable_fp_fusion=False, **LAUNCH)
     for low in range(0, tokens, slab):
         high = min(tokens, low + slab)
-        _rows_kernel[(sequences * per_sequence, chunks)](
-            q, rows, queries if table is None else table, queries, keys, out, lse_at, tops, sums, accs,
-            scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high, per_sequence, first, tokens,
-            chunks, WHOLE=chunks == 1, R=sizes.rope, ROWS=block, TILE=steps.tile, PAGE=page, num_warps=warps,
-            num_stages=stages, **common,
+        if shared is not None:
+            assert table is not None
+            state = tops, sums, accs
+            begin_chunks(q, rows, table, shared, state, scale * _LOG2E, sizes, low, high, chunks, CHUNK, steps)
+        blocks = high - low if one else blocks_of(high - low, lengths, block // heads)
+        _rows_kernel[(blocks, chunks)](
+            q, rows, queries if table is None else table, queries, keys, queries if shared is None else shared.first,
+            out, lse_at, tops, sums, accs, scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high,
+            sequences, first, tokens, chunks, R=sizes.rope, ROWS=block, TILE=steps.tile, PAGE=page, ONE=one,
+            UNIT=0 if shared is None else UNIT, WHOLE=whole, num_warps=warps, num_stages=stages, **common,
         )
-        if chunks > 1:
+        if not whole:
             _merge_kernel[((high - low) * heads,)](
                 tops, sums, accs, queries, keys, out, lse_at, scale * _LOG2E, scale, low, first, sequences, tokens,
                 chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences), num_warps=4, **common,

@@ -1,5 +1,7 @@
 """Gradients of Gated DeltaNet: plain FP32 forms of the ops, which autograd differentiates, on any device.
 
+On a GPU those of the rule are `backward_triton.py`'s, and those of the convolution, the norm and the output gate
+`backward_rows.py`'s; the tests compare them with these.
 Gradients are outside parity: they pass straight through all roundings, and nothing of the forward pass is kept but its
 inputs. They repeat to the bit on one machine: no sum is left to chance (no atomic additions).
 """
@@ -66,7 +68,7 @@ def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     return torch.cat(out, 2)
 
 
-def conv_grads(
+def conv_heads_backward(
     grads: tuple[Tensor, Tensor, Tensor], x: Tensor, weight: Tensor, sizes: HeadSizes, parts: Parts
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `conv_heads` for x (its dtype) and the weight (FP32)."""
@@ -87,7 +89,7 @@ def gates_grads(
     return d_logits, d_a, d_dt
 
 
-def rule_grads(
+def delta_rule_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts
 ) -> tuple[Tensor, ...]:
     """Gradients of `delta_rule` for its five inputs, in their dtypes: q and k summed over the value heads of a key
@@ -101,3 +103,21 @@ def rule_grads(
         d_out = grad[index].transpose(1, 2).to(torch.float32) * there[:, None, :, None]
         found = torch.autograd.grad(out, leaves, d_out)
     return tuple(d.transpose(1, 2)[there].to(t.dtype) for d, t in zip(found, (q, k, v, g, beta), strict=True))
+
+
+def gated_norm_backward(grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """Gradients of `gated_norm` for x and the gate (their dtypes) and the weight (FP32)."""
+    n, z, dy, w = (t.to(torch.float32) for t in (x, gate, grad, weight))
+    inverse = (n.square().mean(-1, keepdim=True) + eps).rsqrt()
+    n, sig = n * inverse, z.sigmoid()
+    d_gate = dy * (n * w) * (sig * (1.0 + z * (1.0 - sig)))
+    dn = dy * (z * sig)
+    dw, gw = (dn * n).flatten(0, -2).sum(0), dn * w
+    dx = (gw - n * (gw * n).mean(-1, keepdim=True)) * inverse
+    return dx.to(x.dtype), d_gate.to(gate.dtype), dw
+
+
+def output_gate_backward(grad: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `output_gate` for x and the gate, in their dtypes."""
+    dy, sig = grad.to(torch.float32), gate.to(torch.float32).sigmoid()
+    return (dy * sig).to(x.dtype), (dy * x.to(torch.float32) * (sig * (1.0 - sig))).to(gate.dtype)

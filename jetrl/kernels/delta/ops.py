@@ -32,7 +32,7 @@ class _ConvHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dq, dk, dv = grads
-        dx, dw = plain.conv_grads((dq, dk, dv), x, weight, ctx.sizes, ctx.parts)
+        dx, dw = delta_backend_of(x).conv_heads_backward((dq, dk, dv), x, weight, ctx.sizes, ctx.parts)
         given = ctx.gradient.add(lambda kept: kept.add_(dw), lambda: dw) if ctx.needs_input_grad[1] else None
         return dx, given, None, None, None, None
 
@@ -86,7 +86,7 @@ class _DeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta = ctx.saved_tensors
-        return *plain.rule_grads(grad, q, k, v, g, beta, ctx.parts), None
+        return *delta_backend_of(q).delta_rule_backward(grad, q, k, v, g, beta, ctx.parts), None
 
 
 def delta_rule(
@@ -113,14 +113,8 @@ class _GatedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
-        n, z, dy, w = (t.to(torch.float32) for t in (x, gate, grad, weight))
-        inverse = (n.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        n, sig = n * inverse, z.sigmoid()
-        d_gate = dy * (n * w) * (sig * (1.0 + z * (1.0 - sig)))
-        dn = dy * (z * sig)
-        dw, gw = (dn * n).flatten(0, -2).sum(0), dn * w
-        dx = (gw - n * (gw * n).mean(-1, keepdim=True)) * inverse
-        return dx.to(x.dtype), d_gate.to(gate.dtype), dw.to(ctx.dtype), None, None
+        dx, d_gate, dw = delta_backend_of(x).gated_norm_backward(grad, x, gate, weight, ctx.eps)
+        return dx, d_gate, dw.to(ctx.dtype), None, None
 
 
 def gated_norm(x: Tensor, gate: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -140,8 +134,8 @@ class _OutputGate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
-        dy, sig = grad.to(torch.float32), gate.to(torch.float32).sigmoid()
-        return (dy * sig).to(x.dtype), (dy * x.to(torch.float32) * (sig * (1.0 - sig))).to(gate.dtype)
+        dx, d_gate = delta_backend_of(x).output_gate_backward(grad, x, gate)
+        return dx, d_gate
 
 
 def output_gate(x: Tensor, gate: Tensor) -> Tensor:

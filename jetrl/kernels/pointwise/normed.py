@@ -71,7 +71,7 @@ def add_rms_norm_kept(
 def normed_t(x: Tensor, inverses: Tensor, weight: Tensor, pow2: bool, tile: bool) -> QTensor:
     """`quantize_act_t(rms_norm(x, weight, eps), pow2, tile)`, given `inv_rms` of the rows of `x` [T, D], FP32 [T]."""
     (rows, cols), groups = x.shape, triton.cdiv(x.shape[0], BLOCK)
-    assert x.dtype == weight.dtype == torch.bfloat16 and x.stride(1) == 1 and rows > 0
+    assert x.dtype == torch.bfloat16 and weight.dtype in (x.dtype, torch.float32) and x.stride(1) == 1 and rows > 0
     assert inverses.shape == (rows,) and inverses.dtype == torch.float32 and inverses.is_contiguous()
     codes = new_codes(cols, rows, x.device)
     if tile:

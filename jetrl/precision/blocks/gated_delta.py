@@ -41,7 +41,8 @@ class GatedDelta(Block):
         "concat": "none (a copy)",
         "conv_heads_backward": "fp32, rounded once to bf16",
         "delta_gates_backward": "fp32",
-        "delta_rule_backward": "fp32, rounded once to the format of each input",
+        "delta_rule_backward": "fp32 on a CPU, fp32 sums of bf16 operands on a GPU; rounded once to the format of each "
+        "input",
         "gated_norm_backward": "fp32, rounded once to bf16",
     }
     formulas = {
@@ -106,10 +107,13 @@ class GatedDelta(Block):
         return total + 2 * d.conv_channels + 2 * d.value_size + of.kept_input("out", d.value_size)
 
     def passing_bytes(self, of: TrainingPass) -> int:
-        """The backward pass of the rule holds its inputs in FP32, the products of each chunk, and its states."""
+        """That of the rule on a GPU (`kernels.delta.backward_triton`): a chunk's matrices, states and their gradients,
+        and what it gives; that of the convolution: sums in FP32, and gradients on both sides."""
         d = _delta(of.spec)
-        heads = 4 * (8 * (d.key_dim + d.value_dim) + 10 * CHUNK) + 8 * d.key_dim * d.value_dim // CHUNK
-        return max(super().passing_bytes(of), of.tokens * d.value_heads * heads)
+        squares, rows = 8 * CHUNK, 2 * max(d.key_dim, d.value_dim) + 6 * d.value_dim
+        heads = squares + rows + 4 * d.key_dim * d.value_dim // CHUNK + 32
+        rule = d.value_heads * heads + 4 * d.key_heads * d.key_dim
+        return max(super().passing_bytes(of), of.tokens * max(rule, 8 * d.conv_channels))
 
 
 def _delta(spec: ModelSpec) -> DeltaSpec:

@@ -9,7 +9,8 @@
 decode  milliseconds of a decode step, in one process: the model with adapters, and the same one without them (over the
         same memory), take turns. Prompts of `--prompt` tokens, `--new` new ones. Goal: at most +10 % at 64 sequences,
         +6 % at 256. `--also apart`: adapters beside their neighbours, in kernels of their own; `fork`: A x on a
-        second stream (`model.adapter.FORK`). Each engine has a cache of its own.
+        second stream (`model.adapter.FORK`); `joined`: and q, k and v in the kernel of heads
+        (`kernels.adapters.heads.JOINED`). Each engine has a cache of its own.
 update  `train.step.update` of `--tokens` in sequences of `--length`, one a micro-batch, and publishing, as in
         `bench_update.py`. All weights (BF16 masters and moments, as FP32 ones do not fit) and adapters (FP32 masters
         and moments) take turns in processes of their own, of which each measures `--repeats`. With adapters also
@@ -25,6 +26,7 @@ Writes benchmarks/results/lora.json after each row: new rows replace old ones of
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 import time
@@ -89,7 +91,7 @@ TINY = replace(
     num_kv_heads=2, head_dim=64, max_position=4096,
 )
 WHOLE, LORA = "all weights", "adapters"
-ALSO = {"apart": "adapters, apart", "fork": "adapters, two streams"}
+ALSO = {"apart": "adapters, apart", "fork": "adapters, two streams", "joined": "adapters, with heads"}
 CONTEXT = GIB  # of a GPU's memory, that torch's allocator cannot have
 PARTS = ("decode", "update", "fit")
 
@@ -148,8 +150,12 @@ def decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def way(variant: str) -> Iterator[None]:
     """Within it, adapters are computed as that variant says."""
     with ExitStack() as stack:
-        if variant == ALSO["fork"]:
+        if variant in (ALSO["fork"], ALSO["joined"]):
             stack.enter_context(mock.patch.object(adapter, "FORK", True))
+        if variant == ALSO["joined"]:
+            name = "jetrl.kernels.adapters.heads"  # needs Triton
+            if importlib.util.find_spec("triton"):
+                stack.enter_context(mock.patch.object(importlib.import_module(name), "JOINED", True))
         if variant == ALSO["apart"]:
             for owner, name, apart in (
                 (Block, "add_norm_for", lambda self, linear, x, residual, side: self._normed(x, residual)),

@@ -66,11 +66,12 @@ class PagedEngine(Engine):
         self, model: Model, tokenizer: Tokenizer, flow_digest: str, settings: EngineSettings = _DEFAULTS,
         speculator: Speculator | None = None, observe: Observe | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.flow_digest, self.settings = model, tokenizer, flow_digest, settings
-        self.runner, self.speculator = ModelRunner(model, settings, observe), speculator
         assert observe is None or speculator is None, "steps with drafts are not observed"
         if speculator is not None:
             require_rewind(model.spec)
+            settings = replace(settings, drafts=True)
+        self.model, self.tokenizer, self.flow_digest, self.settings = model, tokenizer, flow_digest, settings
+        self.runner, self.speculator = ModelRunner(model, settings, observe), speculator
         eos = settings.eos_token_ids
         if eos is None:
             eos = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
@@ -84,7 +85,7 @@ class PagedEngine(Engine):
 
     def _reset(self) -> None:
         """No request, and no page that holds anything."""
-        s, grid = self.settings, grid_of(self.model.spec)
+        s, grid = self.settings, grid_of(self.model.spec, self.settings.drafts)
         self._scheduler = Scheduler(
             PageAllocator(1, s.page_size), max_num_seqs=s.max_num_seqs, max_tokens_per_step=s.max_tokens_per_step,
             max_position=self.model.spec.max_position,
@@ -162,7 +163,7 @@ class PagedEngine(Engine):
         scheduler, begins = self._scheduler, self._began is None
         allocator = scheduler.allocator
         if begins and (pages := self._num_pages(requests)) != allocator.num_pages:
-            allocator.resize(pages)
+            scheduler.resize(pages)
         scheduler.check(requests)
         if self.runner.reserve(allocator.num_pages):
             allocator.beginnings.clear()
@@ -331,7 +332,8 @@ class PagedEngine(Engine):
             return have
         format = self.model.recipe.kv_cache
         fits = pages_in_memory(
-            self.model.spec, size, self.model.dtype, self.runner.device, format, held, self.runner.num_rows
+            self.model.spec, size, self.model.dtype, self.runner.device, format, held, self.runner.num_rows,
+            self.settings.drafts,
         )
         if sizes[0] <= have and fits <= have * 9 // 8:  # memory was short before: another would hardly be larger
             return have

@@ -117,7 +117,8 @@ class ModelRunner:
             self.release()  # free the old one before the new one is allocated
             format = self.model.recipe.kv_cache
             self.cache = StatePool(
-                self.model.spec, num_pages, self.page_size, self.model.dtype, self.device, format, self.num_rows
+                self.model.spec, num_pages, self.page_size, self.model.dtype, self.device, format, self.num_rows,
+                self.settings.drafts,
             )
             return True
         return False
@@ -226,18 +227,23 @@ class ModelRunner:
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         chosen = table.take(plan.sample_slots)
-        if self.on_graphs:
+        # with states of sequences, only the device knows in a graph how many rows of each are drafts that count
+        if self.on_graphs and plan.row_reads is None:
             if self.draft_graphs is None or self.draft_graphs.index is not index:
                 self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.graphs, self.settings.max_burst)
             found = self.draft_graphs.run(plan, chosen, rows, steps)
         else:
-            found = burst(plan, chosen, index, rows, steps, self.page_size, partial(self._positions, plan, chosen))
+            compute, grid = partial(self._positions, plan, chosen, self._rows(plan)), grid_of(self.model.spec, True)
+            found = burst(plan, chosen, index, rows, steps, self.page_size, compute, grid)
         check_finite(torch.from_numpy(found.maxima).amax(0))
         self.model_seconds += self._clock() - start
         return found
 
-    def _positions(self, plan: Plan, table: SamplingTable, step: Proposal, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs drawn at the `real` [B, J] positions of a step with drafts, in their order."""
+    def _positions(
+        self, plan: Plan, table: SamplingTable, states: StateRows | None, step: Proposal, real: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs drawn at the `real` [B, J] positions of a step with drafts, in their order. The next
+        step reads the `states` that this one leaves."""
         assert self.cache is not None
         counts = real.sum(1)
         some = counts > 0  # others are full
@@ -249,9 +255,12 @@ class ModelRunner:
             cache=self.cache, cu_seqlens=starts.to(self.device), query_lengths=tuple(kept.tolist()),
             kv_lengths=lengths.to(torch.int32), kv_pages=tuple((-(-lengths // self.page_size)).tolist()),
             block_table=self._put(plan.block_table[some.cpu().numpy(), :width]), slots=step.slots[real],
+            rows=None if states is None else StateRows(states.read[some], states.write[some]),
         )
         positions = step.positions[real]
         logits = self.model.logits(self.model(ForwardBatch(step.tokens[real], positions, paged, side="rollout")))
+        if states is not None:
+            states.read[some] = states.write[some]
         owner = torch.arange(len(counts), device=self.device)[:, None].expand_as(real)[real].cpu().numpy()
         return sample_rows(logits, table.take(owner), positions.cpu().numpy() + 1)
 

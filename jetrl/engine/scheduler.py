@@ -67,6 +67,11 @@ class Scheduler:
         """Steps, tokens and preemptions are counted from 0 again."""
         self.num_preemptions = self.num_steps = self.num_computed_tokens = self.num_drawn_tokens = 0
 
+    def resize(self, num_pages: int) -> None:
+        """Another number of pages in the cache, while none is in use."""
+        self.allocator.resize(num_pages)
+        self.slots.table[:] = 0  # what is left there of earlier sequences may be no page of this cache
+
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse a request that could never run (UserError) or cannot continue its conversation (ValueError)."""
         ids = set()
@@ -204,7 +209,7 @@ class Scheduler:
         """
         plan = self._plan
         assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
-        assert not depth or self.rows is None, "a state of a sequence cannot take drafts back"
+        assert not depth or self.rows is None or self.rows.grid > 1, "a state of a sequence cannot take drafts back"
         assert not depth or len(plan.tokens) * (depth + 1) <= self.max_tokens_per_step, "too many drafts"
         slots, size, at = plan.sample_slots, self.allocator.page_size, self.slots
         limit = min(limit, int((at.max_length[slots] - at.length[slots]).min()))
@@ -251,7 +256,7 @@ class Scheduler:
         if self.share_beginnings:
             self._tell_pages()
         if plan.depth:
-            at.computed[slots] = at.length[slots] - 1
+            at.computed[slots] = at.length[slots] - 1 + drawn - counts  # what came behind a stop was computed as well
             self._give_back(slots)
         self.num_drawn_tokens += int(counts.sum())
         ended = stopped | (at.length[slots] >= at.max_length[slots])

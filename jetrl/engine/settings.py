@@ -17,7 +17,8 @@ class EngineSettings:
     graphs that read it (None: of up to a tenth of its memory). `max_burst` decode steps lie between two looks at the
     tokens: more hide the host better, and waste up to as many tokens, less one, of each sequence that ends.
     `eos_token_ids=None` takes the tokenizer's. `share_beginnings`: a new request reads the full pages that another one
-    with the same beginning has filled with the same weights, also after that one has gone.
+    with the same beginning has filled with the same weights, also after that one has gone. `drafts`: states of
+    sequences can go back from wrong drafts; an engine with a speculator sets it.
     """
 
     page_size: int = 16
@@ -29,6 +30,7 @@ class EngineSettings:
     keep_bytes: int | None = None
     max_burst: int = 8
     share_beginnings: bool = True
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_seqs", "max_tokens_per_step", "kv_cache_tokens"):

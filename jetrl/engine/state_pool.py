@@ -33,14 +33,14 @@ class StatePool:
 
     def __init__(
         self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
-        format: Format = BF16, num_rows: int = 0,
+        format: Format = BF16, num_rows: int = 0, drafts: bool = False,
     ) -> None:
         assert format in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {format}"
         self.num_pages, self.page_size, self.num_rows, self.device = num_pages, page_size, num_rows, device
         self._tensors: dict[tuple[str, PerToken | PerSequence], Tensor] = {}
         self._places: dict[tuple[int, str], tuple[Tensor, int]] = {}  # tensor of the state, and where the layer is
         self.scales: Tensor | None = None
-        for (name, state), layers in _by_state(spec, format).items():
+        for (name, state), layers in _by_state(spec, format, drafts).items():
             space = (num_pages, page_size) if isinstance(state, PerToken) else (num_rows,)
             # zeros, not empty: attention may read a page's unwritten end under a mask, and NaN would pass through it
             tensor = torch.zeros((len(layers), *space, *state.shape), dtype=_dtype(state.format, dtype), device=device)
@@ -94,10 +94,10 @@ class StatePool:
             plain[:, target] = plain[:, source]
 
 
-def _by_state(spec: ModelSpec, format: Format) -> dict[tuple[str, PerToken | PerSequence], list[int]]:
+def _by_state(spec: ModelSpec, format: Format, drafts: bool) -> dict[tuple[str, PerToken | PerSequence], list[int]]:
     """The layers that keep each state."""
     found: dict[tuple[str, PerToken | PerSequence], list[int]] = {}
-    for (layer, name), state in states_of(spec, format).items():
+    for (layer, name), state in states_of(spec, format, drafts).items():
         found.setdefault((name, state), []).append(layer)
     return found
 
@@ -121,9 +121,10 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, format: Form
     return page_size * sum(_state_bytes(state, dtype) for state in states)
 
 
-def row_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def row_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: bool = False) -> int:
     """Memory of one row of a `StatePool` in all layers: the states of a sequence. 0: no layer has any."""
-    return sum(_state_bytes(s, dtype) for s in states_of(spec).values() if isinstance(s, PerSequence))
+    states = states_of(spec, drafts=drafts).values()
+    return sum(_state_bytes(s, dtype) for s in states if isinstance(s, PerSequence))
 
 
 def _state_bytes(state: PerToken | PerSequence, dtype: torch.dtype) -> int:
@@ -136,17 +137,18 @@ def dequantized_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> in
     return 2 * page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
-def grid_of(spec: ModelSpec) -> int:
-    """The points to which the states of a sequence can all go back (`PerSequence.grid`); 0: no layer has any."""
-    return math.gcd(*(s.grid for s in states_of(spec).values() if isinstance(s, PerSequence)))
+def grid_of(spec: ModelSpec, drafts: bool = False) -> int:
+    """The points to which the states of a sequence can all go back (`PerSequence.grid`), in an engine that makes drafts
+    or none; 0: no layer has any."""
+    return math.gcd(*(s.grid for s in states_of(spec, drafts=drafts).values() if isinstance(s, PerSequence)))
 
 
 def pages_in_memory(
     spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, format: Format = BF16, held: int = 0,
-    num_rows: int = 0,
+    num_rows: int = 0, drafts: bool = False,
 ) -> int:
     """Pages that fit in `MEMORY_SHARE` of the memory available now and of `held` bytes, those of a pool before,
-    beside `num_rows` rows."""
+    beside `num_rows` rows of an engine that makes drafts or none."""
     if device.type == "cuda":  # torch keeps freed memory, which counts as free
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
@@ -155,4 +157,4 @@ def pages_in_memory(
     size = page_bytes(spec, page_size, dtype, format)
     if format.is_quantized and device.type == "cuda":  # attention there may dequantize all pages of a layer at a time
         size += dequantized_bytes(spec, page_size, dtype)
-    return max(0, int((free + held) * MEMORY_SHARE) - num_rows * row_bytes(spec, dtype)) // max(1, size)
+    return max(0, int((free + held) * MEMORY_SHARE) - num_rows * row_bytes(spec, dtype, drafts)) // max(1, size)

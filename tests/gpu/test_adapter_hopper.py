@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetrl.kernels.adapters import heads as joined
 from jetrl.kernels.adapters import triton as kernels
 from jetrl.kernels.adapters.ops import Heads
 from jetrl.kernels.adapters.triton import CHAIN, FEW
@@ -98,8 +99,9 @@ def test_swiglu_s_kernel_has_the_bits_of_one_op_after_the_other(
 @pytest.mark.parametrize("chosen", [(0, 1, 2), (0, 2), (1,)], ids=str)
 @pytest.mark.parametrize(("rank", "heads", "size"), [(8, (16, 8), 128), (32, (32, 8), 128), (40, (14, 2), 64)], ids=str)
 def test_the_kernel_of_heads_has_the_bits_of_one_op_after_the_other(
-    rank: int, heads: tuple[int, int], size: int, chosen: tuple[int, ...], fp8: bool
+    rank: int, heads: tuple[int, int], size: int, chosen: tuple[int, ...], fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(joined, "JOINED", True)
     g, sections = heads[1], (heads[0] * size, heads[1] * size, heads[1] * size)
     adapter, rows = adapter_of(rank, (1024, sections, chosen)), 300
     x, y = drawn(rows, 1024), drawn(rows, sum(sections), seed=1)
@@ -182,10 +184,15 @@ def _edges(sections: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+@pytest.mark.parametrize("switched", [False, True], ids=["", "FORK and JOINED"])
 @pytest.mark.parametrize("precision", ["fp8", "w8a16", "bf16"])
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "tiny-moe"])
-def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
+def test_a_certificate_with_drawn_adapters(
+    precision: str, shape: str, switched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packed, chunked, decoded in graphs, with pages that samples share, with drafts; and the adapters are seen."""
+    monkeypatch.setattr(adapters, "FORK", switched)
+    monkeypatch.setattr(joined, "JOINED", switched)
     spec = replace(SHAPES[shape], num_layers=2)
     with torch.device("meta"):
         model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"], expert_rank=8)))

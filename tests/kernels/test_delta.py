@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from rewinding import rewound, within_a_block
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
@@ -135,6 +136,19 @@ def test_every_phase() -> None:
         assert_bitwise_equal(torch.cat(out), want)
 
 
+@pytest.mark.parametrize("deepest", [1, 2, 3, 7, 15])
+def test_drafts_are_taken_back(deepest: int) -> None:
+    """In every phase of a chunk, after steps of every length."""
+    for got, want in rewound(reference, range(1, 65), 70, deepest, within_a_block, SIZES):
+        assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize("last", [lambda at: at + 15, lambda at: at + 16 - (at + 1) % 16], ids=["any", "one more"])
+def test_drafts_beyond_a_block_are_found(last: Callable[[int], int]) -> None:
+    """The block's X and T, or the state itself, would be those of tokens that did not stay."""
+    assert any(not torch.equal(got, want) for got, want in rewound(reference, range(1, 65), 70, 7, last, SIZES))
+
+
 @torch.no_grad()
 def test_rows_depend_on_nothing_else() -> None:
     """Neither on other sequences, nor on what follows, nor on the contents of rows that are not there yet."""
@@ -222,9 +236,10 @@ def conv_by_torch(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(F.conv1d(padded, weight.double()[:, None], groups=len(weight)))[0].T
 
 
+@pytest.mark.parametrize("size", [3, 18])
 @torch.no_grad()
-def test_conv_heads() -> None:
-    """The convolution of each sequence by torch's; in pieces, with the rows before, the same bits."""
+def test_conv_heads(size: int) -> None:
+    """The convolution of each sequence by torch's; in pieces, with `size` rows before, the same bits."""
     lengths = (1, 2, 5, 30)
     x, weight = conv_inputs(sum(lengths))
     gradient = Gradient(weight)
@@ -234,14 +249,13 @@ def test_conv_heads() -> None:
         for got, want in zip(mine.double().split(SIZES.columns, -1), (wq, wk, wv), strict=True):
             want = want if want is wv else F.normalize(want.unflatten(-1, (2, 16)), dim=-1, eps=1e-3).flatten(1)
             torch.testing.assert_close(got, want, rtol=0.02, atol=0.01)
-    kept, rows = torch.full((5, 3, CHANNELS), 7.0, dtype=x.dtype), StateRows(torch.tensor([0]), torch.tensor([3]))
-    kept[0] = 0.0
+    kept, row = torch.full((5, size, CHANNELS), 7.0, dtype=x.dtype), 0
     long, outs = x[8:], []
     for at, n in ((0, 2), (2, 1), (3, 1), (4, 20), (24, 6)):
-        parts = parts_of([n], [at], rows)
-        outs.append(ops.conv_heads(long[at : at + n], gradient, weight, SIZES, parts, kept))
-        rows = StateRows(torch.tensor([3]), torch.tensor([3]))
-        assert_bitwise_equal(kept[3], F.pad(long[: at + n], (0, 0, 3, 0))[-3:])
+        rows = StateRows(torch.tensor([row]), torch.tensor([row := 3 if at < 4 else 2]))
+        outs.append(ops.conv_heads(long[at : at + n], gradient, weight, SIZES, parts_of([n], [at], rows), kept))
+        for position in range(max(0, at + n - size), at + n):
+            assert_bitwise_equal(kept[row, position % size], long[position])
     for whole_one, pieces in zip((q, k, v), zip(*outs, strict=True), strict=True):
         assert_bitwise_equal(torch.cat(pieces), whole_one[8:])
 

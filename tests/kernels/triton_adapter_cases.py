@@ -161,7 +161,7 @@ def heads_cases() -> Iterator[tuple[str, Case]]:
     """The sum of the base and its adapters in the kernel of norms, RoPE and the cache: bits of one op after the other.
     """
     def fused(rows: int, heads: tuple[int, int], h: int, chosen: tuple[int, ...], rank: int, normed: bool) -> None:
-        (n, g), k = heads, 520
+        tq.JOINED, ((n, g), k) = True, (heads, 520)
         sections = (n * h, g * h, g * h)
         of_base, own = edges(sections), edges(tuple(sections[i] for i in chosen))
         places = tuple((of_base[i], at) for i, at in zip(chosen, own, strict=True))

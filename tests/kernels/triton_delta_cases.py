@@ -18,6 +18,7 @@ import triton.language as tl
 import triton_attention_cases as attention  # also makes the interpreter's products those of the definition
 import triton_cases as base
 import triton_portable_cases  # noqa: F401  (loops over numbers that a kernel computes)
+from rewinding import KEPT, rewound, within_a_block
 from torch import Tensor
 
 from jetrl.kernels.delta import reference
@@ -140,17 +141,18 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
         for name, mine, theirs in zip("qkv", got, want, strict=True):
             error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
             assert mine.shape == theirs.shape and error < 2e-3, f"{name}: relative error {error:.5f}"
-        state = torch.full((5, 3, channels), 7.0, dtype=torch.bfloat16, device=DEVICE)
-        state[0] = 0.0
-        long, outs, read = x[12:], [], 0
-        for at, n in ((0, 2), (2, 1), (3, 1), (4, 12), (16, 5)):
-            write = 3 if at < 4 else 2  # another row from then on
-            rows = StateRows(*(torch.tensor([r], device=DEVICE) for r in (read, write)))
-            outs.append(td.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
-            read = write
-            equal("kept rows", state[write], torch.nn.functional.pad(long[: at + n], (0, 0, 3, 0))[-3:])
-        for name, whole, cut in zip("qkv", got, zip(*outs, strict=True), strict=True):
-            equal(f"{name} in pieces", torch.cat(cut), whole[12:])
+        for size in (3, KEPT):
+            state = torch.full((5, size, channels), 7.0, dtype=torch.bfloat16, device=DEVICE)
+            long, outs, read = x[12:], [], 0
+            for at, n in ((0, 2), (2, 1), (3, 1), (4, 12), (16, 5)):
+                write = 3 if at < 4 else 2  # another row from then on
+                rows = StateRows(*(torch.tensor([r], device=DEVICE) for r in (read, write)))
+                outs.append(td.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
+                read = write
+                for position in range(max(0, at + n - size), at + n):
+                    equal(f"kept row {position}", state[write, position % size], long[position])
+            for name, whole, cut in zip("qkv", got, zip(*outs, strict=True), strict=True):
+                equal(f"{name} in pieces", torch.cat(cut), whole[12:])
 
     def gates(sizes: HeadSizes) -> None:
         gen = torch.Generator().manual_seed(2)
@@ -177,8 +179,21 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
         yield name, partial(case, sizes)
 
 
+def draft_cases() -> Iterator[tuple[str, Case]]:
+    def drafts(deepest: int) -> None:
+        if base.INTERPRET:
+            found = rewound(td, (14, 61), 6, deepest, within_a_block, SMALL, DEVICE)
+        else:
+            found = rewound(td, range(1, 65), 70, deepest, within_a_block, LARGE, DEVICE)
+        for s, (got, want) in enumerate(found):
+            equal(f"outputs of sequence {s}", got, want)
+
+    for deepest in (3,) if base.INTERPRET else (1, 3, 7, 15):
+        yield f"up to {deepest} drafts taken back", partial(drafts, deepest)
+
+
 def all_cases() -> list[tuple[str, Case]]:
-    return [case for kind in (plane_cases, rule_cases, conv_cases) for case in kind()]
+    return [case for kind in (plane_cases, rule_cases, conv_cases, draft_cases) for case in kind()]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.settings import EngineSettings
-from jetrl.engine.state_pool import row_bytes
+from jetrl.engine.state_pool import grid_of, row_bytes
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.export import export, quantization_config
@@ -127,7 +127,7 @@ def test_taps_have_the_names_of_the_flow_and_change_no_bit() -> None:
 def test_rollout_equals_training_bit_for_bit(precision: str, more: dict[str, Any]) -> None:
     """Packed, in pieces, decoded with preemption, shared prompts, over the ends of chunks."""
     result = certify(model_of(precision, **more), WORK, "test", lambda text: None)
-    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "s", "w"], result.links
+    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "v", "s", "w"], result.links
 
 
 def test_a_state_that_moves_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +323,10 @@ def test_what_a_sequence_keeps() -> None:
     assert [(states[0, name].shape, states[0, name].format == FP32) for name in DELTA] == list(shapes)
     assert (1, CONV) not in states and (1, "keys") in states and (0, "keys") not in states
     assert 68e6 < row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16) < 82e6
-    with pytest.raises(UserError, match="layers of the kind gated_delta keep one state per sequence"):
-        require_rewind(SPEC)
+    plain, more = (row_bytes(SHAPES["qwen3.5-9b"], torch.bfloat16, drafts) for drafts in (False, True))
+    assert more - plain == 24 * 15 * 8192 * 2, "15 more rows before the convolution, so that drafts can be taken back"
+    assert (grid_of(SPEC), grid_of(SPEC, drafts=True)) == (1, 16)
+    require_rewind(SPEC)
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------

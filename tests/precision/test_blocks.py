@@ -149,11 +149,15 @@ def test_states_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         kind, name = "counting", "count"
 
         def states(self, spec: ModelSpec, kv_cache: Format) -> Mapping[str, State]:
-            return {"count": PerSequence((3,), grid=16)}
+            return {"count": PerSequence((5, 2), grid=grid, spare=2)}
 
+    grid = 16
     monkeypatch.setitem(LAYOUTS, "mixed", lambda spec, layer: (Counting(),) if layer == 1 else (DENSE_MLP,))
     spec = replace(SPEC, family="mixed")
-    assert states_of(spec) == {(1, "count"): PerSequence((3,), FP32, 16)}
+    assert states_of(spec) == {(1, "count"): PerSequence((3, 2), FP32)}, "what is for going back is left out"
+    assert states_of(spec, drafts=True) == {(1, "count"): PerSequence((5, 2), FP32, 16, 2)}
+    require_rewind(spec)
+    grid = 1
     with pytest.raises(UserError, match=r"rollout\.speculate: layers of the kind counting keep one state"):
         require_rewind(spec)
     again = type("Again", (Counting,), {"name": "again"})

@@ -35,9 +35,12 @@ class DraftState:
     record: Tensor  # [S, 3 * J + 3, B] int64: tokens, log-probs, maxima (bits of float64), drawn, drafted, source
     count: Tensor  # [1] int64, steps made
     page_size: int
+    grid: int = 0  # where states of sequences can go back to (`PerSequence.grid`); 0: there are none
 
     @classmethod
-    def empty(cls, size: int, width: int, depth: int, steps: int, page_size: int, index: DraftIndex) -> DraftState:
+    def empty(
+        cls, size: int, width: int, depth: int, steps: int, page_size: int, index: DraftIndex, grid: int = 0
+    ) -> DraftState:
         """Padding rows only."""
         device = index.device
         columns = torch.zeros(5, size, dtype=torch.int64, device=device)
@@ -45,7 +48,7 @@ class DraftState:
         return cls(
             columns, torch.zeros(size, width, dtype=torch.int32, device=device),
             torch.zeros(steps, 3 * (depth + 1) + 3, size, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device), page_size,
+            torch.zeros(1, dtype=torch.int64, device=device), page_size, grid,
         )
 
 
@@ -76,6 +79,8 @@ def propose(state: DraftState, index: DraftIndex, depth: int) -> Proposal:
     last, position, reach, _, rows = state.columns
     drafts, counts, source = index.draft(rows, depth)
     drafted = torch.minimum(counts, reach - position - 1)
+    if state.grid:  # a state that has seen all of them must serve the sequence's token alone: no draft ends a block
+        drafted = torch.minimum(drafted, state.grid - 1 - (position + 1) % state.grid)
     ahead = torch.arange(depth + 1, device=last.device)
     positions = position[:, None] + ahead
     page = (positions // state.page_size).clamp_max(state.table.shape[1] - 1)
@@ -136,15 +141,16 @@ Compute = Callable[[Proposal, Tensor], tuple[Tensor, Tensor]]  # rows that count
 
 
 def burst(
-    plan: Plan, table: SamplingTable, index: DraftIndex, rows: np.ndarray, steps: int, page_size: int, compute: Compute
+    plan: Plan, table: SamplingTable, index: DraftIndex, rows: np.ndarray, steps: int, page_size: int, compute: Compute,
+    grid: int = 0,
 ) -> Burst:
     """`steps` steps without a graph. `compute` gives what is drawn at the positions [B, J] that count, in their order.
 
-    `table` has the sampling parameters of the plan's sequences.
+    `table` has the sampling parameters of the plan's sequences; `grid` as in `DraftState`.
     """
     depth, batch = plan.depth, len(plan.tokens)
     width = -(-(int(plan.positions.max()) + steps * (depth + 1)) // page_size) + 1
-    state = DraftState.empty(batch, width, depth, steps, page_size, index)
+    state = DraftState.empty(batch, width, depth, steps, page_size, index, grid)
     state.columns.copy_(torch.from_numpy(host_columns(plan, table.key, rows)))
     state.table[:, : plan.block_table.shape[1]] = torch.from_numpy(plan.block_table)
     ahead = torch.arange(depth + 1, device=index.device)

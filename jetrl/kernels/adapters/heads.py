@@ -19,12 +19,66 @@ from torch import Tensor
 
 from jetrl.kernels.adapters.ops import Begun, Heads, Places
 from jetrl.kernels.adapters.triton import adapter_finish, fetch_rows, left_of, multiplied, right_of, unrolled
-from jetrl.kernels.attention.heads import finish_heads, home_of, qkv_norm_rope
+from jetrl.kernels.attention.cache import scale_place
+from jetrl.kernels.attention.heads import home_of, qkv_norm_rope, quantize_halves
 from jetrl.kernels.launch import LAUNCH, begin
-from jetrl.kernels.pointwise.triton import rows_view
-from jetrl.kernels.quantize.triton import _FLOOR_BITS
+from jetrl.kernels.pointwise.triton import aligned_squares, inv_rms_from, rows_view
+from jetrl.kernels.quantize.triton import _FLOOR_BITS, abs_bits
 
+# Whether it is used at all, or one kernel after the other; off until certificates on a GPU were made with it
+JOINED = False
 _TOKENS = 16
+
+
+@triton.jit
+def _finish_rows(
+    x1, x2, token, position, row, scale_row, head, alive, q_weight, k_weight, cos, sin, q_out, k_out, v_out, scales,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, FLOOR: tl.constexpr,
+):
+    """What `attention.heads._qkv_kernel` does to R heads, of which it has the halves, FP32 [R, HB].
+
+    `head`, `alive` [R]; `token`, `position` and the `row` of keys and values [R, 1], or one for all; `scale_row`, the
+    row again, [R] or one.
+    """
+    cols = tl.arange(0, HB)
+    inside = cols < H // 2
+    is_q, is_v = head < N, head >= N + G
+    mask = alive[:, None] & inside[None, :]
+    n1, n2 = x1, x2
+    if NORM:
+        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
+        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
+        inv = inv_rms_from(total, top, H, EPS)[:, None]
+        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
+        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
+        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
+    c = tl.load(cos + position * (H // 2) + cols[None, :], mask=inside[None, :], other=0.0)
+    s = tl.load(sin + position * (H // 2) + cols[None, :], mask=inside[None, :], other=0.0)
+    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
+    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
+    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
+    q_mask = mask & is_q[:, None]
+    tl.store(to_q, y1, mask=q_mask)
+    tl.store(to_q + H // 2, y2, mask=q_mask)
+    z1, z2 = y1, y2
+    if FP8:
+        z1, z2, scale = quantize_halves(y1, y2, PAGED, FLOOR)
+        if PAGED:
+            to_scale = scales + scale_place(scale_row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
+            tl.store(to_scale, scale.to(tl.bfloat16), mask=alive & (is_q == 0) & (scale_row >= 0))
+    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
+    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
+    tl.store(to_k, z1, mask=k_mask)
+    tl.store(to_k + H // 2, z2, mask=k_mask)
+    v_mask = mask & is_v[:, None] & (row >= 0)
+    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
+    tl.store(to_v, z1, mask=v_mask)
+    tl.store(to_v + H // 2, z2, mask=v_mask)
 
 
 @triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["positions", "slots"])
@@ -73,7 +127,7 @@ def _finish_heads_kernel(
     y1 = tl.where(has, (x1 + acc1 * scale).to(tl.bfloat16).to(tl.float32), x1)
     y2 = tl.where(has, (x2 + acc2 * scale).to(tl.bfloat16).to(tl.float32), x2)
     head = tl.zeros((T,), tl.int32) + h
-    finish_heads(
+    _finish_rows(
         y1, y2, token[:, None], position[:, None], row[:, None], row, head, alive, q_weight, k_weight, cos, sin, q_out,
         k_out, v_out, scales, N, G, H, HB, EPS, NORM, PAGED, PAGE, FP8, FLOOR,
     )
@@ -84,7 +138,7 @@ def adapter_finish_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.adapter_finish_heads`."""
     (n, g), h, u = of.heads, of.head_dim, begun.left
-    if u.ndim == 2 or h % 32:  # half a head is what the tensor core multiplies
+    if not JOINED or u.ndim == 2 or h % 32:  # half a head is what the tensor core multiplies
         return qkv_norm_rope(adapter_finish(qkv, begun, b, scale, places), *of)
     rows_view(qkv)
     assert qkv.dtype == b.dtype == torch.bfloat16 and b.is_contiguous() and u.is_contiguous()

@@ -30,62 +30,11 @@ _HEADS = 16  # heads per program
 
 
 @triton.jit
-def _quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
+def quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
     """`stored` of both halves [R, HB] of R heads, and the scales [R] that the halves share."""
     y1, y2 = y1.to(tl.float32), y2.to(tl.float32)
     scale = scale_from(tl.maximum(tl.max(abs_bits(y1), axis=1), tl.max(abs_bits(y2), axis=1)), FLOOR, True)
     return stored(y1, scale[:, None], CODES), stored(y2, scale[:, None], CODES), scale
-
-
-@triton.jit
-def finish_heads(
-    x1, x2, token, position, row, scale_row, head, alive, q_weight, k_weight, cos, sin, q_out, k_out, v_out, scales,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, FLOOR: tl.constexpr,
-):
-    """QK-norm and RoPE of R heads, whose halves are FP32 [R, HB]; then they go where they are kept.
-
-    `head`, `alive` [R]; `token`, `position` and the `row` of keys and values [R, 1], or one for all; `scale_row`, the
-    row again, [R] or one.
-    """
-    cols = tl.arange(0, HB)
-    inside = cols < H // 2
-    is_q, is_v = head < N, head >= N + G
-    mask = alive[:, None] & inside[None, :]
-    n1, n2 = x1, x2
-    if NORM:
-        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
-        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
-        inv = inv_rms_from(total, top, H, EPS)[:, None]
-        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
-        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
-        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
-    c = tl.load(cos + position * (H // 2) + cols[None, :], mask=inside[None, :], other=0.0)
-    s = tl.load(sin + position * (H // 2) + cols[None, :], mask=inside[None, :], other=0.0)
-    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
-    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
-    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
-    q_mask = mask & is_q[:, None]
-    tl.store(to_q, y1, mask=q_mask)
-    tl.store(to_q + H // 2, y2, mask=q_mask)
-    z1, z2 = y1, y2
-    if FP8:
-        z1, z2, scale = _quantize_halves(y1, y2, PAGED, FLOOR)
-        if PAGED:
-            to_scale = scales + scale_place(scale_row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
-            tl.store(to_scale, scale.to(tl.bfloat16), mask=alive & (is_q == 0) & (scale_row >= 0))
-    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
-    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
-    tl.store(to_k, z1, mask=k_mask)
-    tl.store(to_k + H // 2, z2, mask=k_mask)
-    v_mask = mask & is_v[:, None] & (row >= 0)
-    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
-    tl.store(to_v, z1, mask=v_mask)
-    tl.store(to_v + H // 2, z2, mask=v_mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -104,18 +53,49 @@ def _qkv_kernel(
     head = tl.program_id(1) * R + tl.arange(0, R)
     cols = tl.arange(0, HB)
     inside = cols < H // 2
-    alive = head < N + 2 * G
-    mask = alive[:, None] & inside[None, :]
+    is_q, is_v = head < N, head >= N + G
+    mask = (head < N + 2 * G)[:, None] & inside[None, :]
     at = qkv + token * qkv_stride + head[:, None] * H + cols[None, :]
     x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(at + H // 2, mask=mask, other=0.0).to(tl.float32)
-    position, row = tl.load(positions + token), token
+    n1, n2 = x1, x2
+    if NORM:
+        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
+        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
+        inv = inv_rms_from(total, top, H, EPS)[:, None]
+        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
+        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
+        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
+    position = tl.load(positions + token)
+    c = tl.load(cos + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
+    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
+    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
+    q_mask = mask & is_q[:, None]
+    tl.store(to_q, y1, mask=q_mask)
+    tl.store(to_q + H // 2, y2, mask=q_mask)
+    row = token
     if PAGED:
         row = tl.load(slots + token)
-    finish_heads(
-        x1, x2, token, position, row, row, head, alive, q_weight, k_weight, cos, sin, q_out, k_out, v_out, scales, N, G,
-        H, HB, EPS, NORM, PAGED, PAGE, FP8, FLOOR,
-    )
+    z1, z2 = y1, y2
+    if FP8:
+        z1, z2, scale = quantize_halves(y1, y2, PAGED, FLOOR)
+        if PAGED:
+            to_scale = scales + scale_place(row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
+            tl.store(to_scale, scale.to(tl.bfloat16), mask=(is_q == 0) & (head < N + 2 * G) & (row >= 0))
+    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
+    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
+    tl.store(to_k, z1, mask=k_mask)
+    tl.store(to_k + H // 2, z2, mask=k_mask)
+    v_mask = mask & is_v[:, None] & (row >= 0)
+    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
+    tl.store(to_v, z1, mask=v_mask)
+    tl.store(to_v + H // 2, z2, mask=v_mask)
 
 
 @triton.jit

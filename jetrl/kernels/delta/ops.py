@@ -41,7 +41,7 @@ def conv_heads(
     x: Tensor, gradient: Gradient, weight: Tensor, sizes: HeadSizes, parts: Parts, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys [T, Hk, dk] and values [T, Hv, dv] of the projection `x` [T, C]: convolution with the published
-    `weight` [C, W] (its own goes to `gradient`), SiLU, L2 norms. `state` [rows, W-1, C] as in `reference`."""
+    `weight` [C, W] (its own goes to `gradient`), SiLU, L2 norms. `state` [rows, R, C] as in `reference`."""
     if torch.is_grad_enabled():
         assert state is None, "gradients are those of packed sequences"
         return _ConvHeads.apply(x, gradient.param, gradient, weight, sizes, parts)

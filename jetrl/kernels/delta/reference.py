@@ -37,22 +37,31 @@ def conv_heads(
     """Depthwise causal convolution of queries, keys and values, SiLU, and L2 norms of queries and keys.
 
     y_t = sum over i of w_i x_(t-W+1+i): FP32 products, added in order, the oldest first; silu(y) is rounded; q and k
-    are divided by sqrt(sum of squares + 1e-6), rounded again. `x` [T, C], `weight` [C, W], `state` [rows, W-1, C]: the
-    last rows of x before the pass, which leaves its own -> q, k [T, Hk, dk], v [T, Hv, dv].
+    are divided by sqrt(sum of squares + 1e-6), rounded again. `x` [T, C], `weight` [C, W] -> q, k [T, Hk, dk],
+    v [T, Hv, dv].
+
+    `state` [rows, R, C], R >= W-1: the last R rows of x before the pass, that of position p at place p % R, so that a
+    sequence can go back to R-W+1 rows before the last one; the pass leaves its own.
     """
     width, rows = weight.shape[1], parts.rows
-    kept = x.new_zeros(len(parts.lengths), width - 1, x.shape[1]) if state is None or rows is None else state[rows.read]
+    kept = x.new_zeros(len(parts.lengths), width - 1, x.shape[1])
+    if state is not None and rows is not None:
+        assert parts.before is not None
+        before = parts.before[:, None].to(torch.int64) - torch.arange(width - 1, 0, -1)
+        found = state[rows.read[:, None], before % state.shape[1]]
+        kept = torch.where((before >= 0)[..., None], found, kept)
     source = torch.cat([x, kept.flatten(0, 1)])
     local, sequence = _local(parts)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for i in range(width):
         total = total + weight[:, i].to(torch.float32) * source[_row_before(width - 1 - i, local, sequence, width)]
     if state is not None and rows is not None:
-        count, end = torch.tensor(parts.lengths), torch.tensor(parts.lengths).cumsum(0)
-        back = torch.arange(width - 1, 0, -1)[None]  # rows before the end, of each sequence
-        within = end[:, None] - back
-        older = len(x) + torch.arange(len(count))[:, None] * (width - 1) + (width - 1 + count[:, None] - back)
-        state[rows.write] = source[torch.where(back <= count[:, None], within, older)]
+        assert parts.before is not None
+        new = state[rows.read]
+        place = parts.before.to(torch.int64)[sequence] + local
+        last = local >= (torch.tensor(parts.lengths) - state.shape[1])[sequence]  # no two of a sequence in one place
+        new[sequence[last], (place % state.shape[1])[last]] = x[last]
+        state[rows.write] = new
     y = (total * ref.sigmoid(total)).to(x.dtype)
     q, k, v = y.split(sizes.columns, -1)
     q, k = (_l2_normed(t.unflatten(-1, (sizes.key_heads, sizes.key_dim))) for t in (q, k))

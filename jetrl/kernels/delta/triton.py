@@ -228,10 +228,10 @@ def delta_rule(
 
 @triton.jit(do_not_specialize=["stride"])
 def _conv_kernel(
-    x_p, w_p, state_p, q_p, k_p, v_p, cu_p, part_p, read_p, stride, HK: tl.constexpr, HV: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, KEPT: tl.constexpr,
+    x_p, w_p, state_p, q_p, k_p, v_p, cu_p, part_p, before_p, read_p, stride, HK: tl.constexpr, HV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr,
 ):
-    """A (row, head): products in order, the oldest first; SiLU; of queries and keys the L2 norm."""
+    """A (row, head): products in order, the oldest first; SiLU; of queries and keys the L2 norm. A state has `R` rows."""
     t, head = tl.program_id(0), tl.program_id(1)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     is_v = head >= 2 * HK
@@ -246,8 +246,9 @@ def _conv_kernel(
         back = W - 1 - i
         value = tl.load(x_p + (t - back).to(tl.int64) * stride + channel, mask=inside & (local >= back), other=0.0)
         if KEPT:
-            row = tl.load(read_p + part) * (W - 1) + (W - 1 + local - back)
-            kept = tl.load(state_p + row * C + channel, mask=inside & (local < back), other=0.0)
+            place = tl.load(before_p + part) + local - back
+            row = tl.load(read_p + part) * R + tl.maximum(place, 0) % R
+            kept = tl.load(state_p + row * C + channel, mask=inside & (local < back) & (place >= 0), other=0.0)
             value = tl.where(local >= back, value, kept)
         total = total + tl.load(w_p + channel * W + i, mask=inside, other=0.0).to(tl.float32) * value.to(tl.float32)
     y = (total * tl.div_rn(1.0, tl.exp(-total) + 1.0)).to(tl.bfloat16)
@@ -264,20 +265,24 @@ def _conv_kernel(
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _conv_keep_kernel(x_p, state_p, cu_p, read_p, write_p, stride, C, W: tl.constexpr, N: tl.constexpr):
-    """The last W - 1 rows of a sequence, for the next pass. All are read before any is written."""
+def _conv_keep_kernel(
+    x_p, state_p, cu_p, before_p, read_p, write_p, stride, C, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr
+):
+    """The last R rows of a sequence, for later passes. Those of earlier passes are copied to another row, if the
+    sequence leaves its state there; in its own they have their places. `B`: a power of two, at least R."""
     s = tl.program_id(0)
-    channel, place = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, 4)  # W - 1 of them are used
-    here = (channel < C)[None, :] & (place < W - 1)[:, None]
+    channel, i = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, B)
     start = tl.load(cu_p + s)
-    count = tl.load(cu_p + s + 1) - start
-    local = (count - (W - 1) + place)[:, None]  # below 0: a row that was kept before
-    new = tl.load(x_p + (start + local).to(tl.int64) * stride + channel[None, :], mask=here & (local >= 0), other=0.0)
-    old = state_p + (tl.load(read_p + s) * (W - 1) + (W - 1) + local) * C + channel[None, :]
-    kept = tl.load(old, mask=here & (local < 0), other=0.0)
-    tl.debug_barrier()
-    to = state_p + (tl.load(write_p + s) * (W - 1) + place)[:, None] * C + channel[None, :]
-    tl.store(to, tl.where(local >= 0, new, kept), mask=here)
+    count, before = tl.load(cu_p + s + 1) - start, tl.load(before_p + s)
+    read, write = tl.load(read_p + s), tl.load(write_p + s)
+    local = count - R + i  # below 0: a row of an earlier pass
+    place = before + local
+    here = (channel < C)[None, :] & ((i < R) & (place >= 0))[:, None]
+    new, old = here & (local >= 0)[:, None], here & ((local < 0) & (read != write))[:, None]
+    rows = (tl.maximum(place, 0) % R)[:, None] * C + channel[None, :]
+    x = tl.load(x_p + (start + local)[:, None].to(tl.int64) * stride + channel[None, :], mask=new, other=0.0)
+    kept = tl.load(state_p + read * R * C + rows, mask=old, other=0.0)
+    tl.store(state_p + write * R * C + rows, tl.where(local[:, None] >= 0, x, kept), mask=new | old)
 
 
 def conv_heads(
@@ -293,15 +298,18 @@ def conv_heads(
     part = torch.searchsorted(parts.cu_seqlens[1:].contiguous(), places, right=True)
     kept = state is not None and parts.rows is not None
     read = parts.rows.read if parts.rows is not None else part
-    held = state if state is not None else x
+    held, size = (state, state.shape[1]) if state is not None else (x, 1)
+    before = parts.before if parts.before is not None else parts.cu_seqlens
     _conv_kernel[(count, 2 * hk + hv)](
-        x, weight, held, q, k, v, parts.cu_seqlens, part, read, x.stride(0), HK=hk, HV=hv, DK=dk, DV=dv,
-        D=triton.next_power_of_2(max(dk, dv)), W=width, KEPT=kept, num_warps=1, enable_fp_fusion=False,
+        x, weight, held, q, k, v, parts.cu_seqlens, part, before, read, x.stride(0), HK=hk, HV=hv, DK=dk, DV=dv,
+        D=triton.next_power_of_2(max(dk, dv)), W=width, R=size, KEPT=kept, num_warps=1, enable_fp_fusion=False,
     )
     if kept and parts.rows is not None:
-        n = 256
+        block = triton.next_power_of_2(size)
+        n = max(32, 1024 // block)
         _conv_keep_kernel[(len(parts.lengths), triton.cdiv(x.shape[1], n))](
-            x, held, parts.cu_seqlens, read, parts.rows.write, x.stride(0), x.shape[1], W=width, N=n, num_warps=4,
+            x, held, parts.cu_seqlens, before, read, parts.rows.write, x.stride(0), x.shape[1], R=size, B=block, N=n,
+            num_warps=4,
         )
     return q, k, v
 

@@ -66,8 +66,10 @@ class GatedDelta(Block):
             ((hv, dk, dv), FP32), ((hk, CHUNK, dk), BF16), ((hv, CHUNK, dv), BF16), ((hv, CHUNK), FP32),
             ((hv, BLOCK, dv), BF16), ((hv, BLOCK, BLOCK), FP32),
         )
-        rule = {name: PerSequence(shape, form) for name, (shape, form) in zip(DELTA, shapes, strict=True)}
-        return {CONV: PerSequence((d.conv_width - 1, d.conv_channels), BF16)} | rule
+        # Rows of the running block are written again when a sequence goes back within it; those before stay.
+        rule = {name: PerSequence(shape, form, BLOCK) for name, (shape, form) in zip(DELTA, shapes, strict=True)}
+        spare = BLOCK - 1
+        return {CONV: PerSequence((d.conv_width - 1 + spare, d.conv_channels), BF16, BLOCK, spare)} | rule
 
     def forward(self, flow: BlockForward, x: str) -> str:
         d = _delta(flow.spec)

@@ -74,27 +74,28 @@ def linears_of(spec: ModelSpec, layer: int) -> dict[tuple[str, Role], Linear]:
     return {(b.name, role): linear for b in blocks_of(spec, layer) for role, linear in b.linears(spec).items()}
 
 
-def states_of(spec: ModelSpec, kv_cache: Format = BF16) -> dict[tuple[int, str], State]:
-    """What a sequence keeps of all layers, by (layer, name)."""
+def states_of(spec: ModelSpec, kv_cache: Format = BF16, drafts: bool = False) -> dict[tuple[int, str], State]:
+    """What a sequence keeps of all layers, by (layer, name), in an engine that makes drafts or none."""
     found: dict[tuple[int, str], State] = {}
     for layer in range(spec.num_layers):
         for block in blocks_of(spec, layer):
-            states = {(layer, name): state for name, state in block.states(spec, kv_cache).items()}
+            declared = block.states(spec, kv_cache).items()
+            states = {(layer, name): s.held(drafts) if isinstance(s, PerSequence) else s for name, s in declared}
             assert not states.keys() & found.keys(), f"two blocks of layer {layer} keep states of one name"
             found |= states
     return found
 
 
 def require_rewind(spec: ModelSpec) -> None:
-    """UserError if drafts cannot be taken back: where a layer keeps one state for a sequence."""
+    """UserError if drafts cannot be taken back: where a state of a sequence is that of its last token alone."""
     kinds = {
         block.kind: None for layer in range(spec.num_layers) for block in blocks_of(spec, layer)
-        if any(isinstance(state, PerSequence) for state in block.states(spec, BF16).values())
+        if any(isinstance(state, PerSequence) and state.grid == 1 for state in block.states(spec, BF16).values())
     }
     if kinds:
         raise UserError(
-            f"rollout.speculate: layers of the kind {' and '.join(kinds)} keep one state per sequence, so a wrong "
-            "draft cannot be undone there; set it to off."
+            f"rollout.speculate: layers of the kind {' and '.join(kinds)} keep one state per sequence, which cannot go "
+            "back from a wrong draft; set it to off."
         )
 
 

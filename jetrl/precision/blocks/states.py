@@ -6,7 +6,7 @@ writes it by name through the plan's cache. Training keeps none of it: it comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetrl.precision.formats import BF16, FP32, Format
 
@@ -31,11 +31,21 @@ class PerSequence:
     After n tokens the row must depend on these tokens alone, not on how passes divided them. From the row of n tokens a
     sequence can go on from any n' <= n with n' // grid == n // grid: at `grid` 1 from n alone, at 64 also from before
     tokens that the row has seen since the last multiple of 64, as they are computed and written again.
+
+    The last `spare` of the first dimension are for going back alone: an engine without drafts leaves them out, and
+    then the grid is 1. A block takes the first dimension from the tensor.
     """
 
     shape: tuple[int, ...]
     format: Format = FP32  # BF16: in the model's dtype
     grid: int = 1
+    spare: int = 0
+
+    def held(self, drafts: bool) -> PerSequence:
+        """What an engine allocates that makes drafts, or makes none."""
+        if drafts or not self.spare:
+            return self
+        return replace(self, shape=(self.shape[0] - self.spare, *self.shape[1:]), grid=1, spare=0)
 
 
 State = PerToken | PerSequence

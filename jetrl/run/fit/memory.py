@@ -335,7 +335,8 @@ def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: in
     wanted = max(count for count, _ in asked)
     need = max(count * -(-tokens // page) + count // page + 1 for count, tokens in asked)
     size = page_bytes(spec, page, torch.bfloat16, recipe.kv_cache)
-    rows = rows_for(config.rollout.max_num_seqs) * row_bytes(spec, torch.bfloat16)
+    drafts = config.rollout.speculate != "off"
+    rows = rows_for(config.rollout.max_num_seqs) * row_bytes(spec, torch.bfloat16, drafts)
     if config.rollout.kv_cache_tokens is not None:
         pages = -(-config.rollout.kv_cache_tokens // page)
     else:

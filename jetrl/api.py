@@ -444,8 +444,8 @@ def _export_adapters(folder: Path, out: Path, fp8: bool, merge: bool, say: Calla
     found = read_adapters(folder)
     if fp8 and merge:
         raise UserError(
-            f"--fp8 and --merge do not go together: the codes of merged weights are not those that {folder} was trained "
-            "over. Leave out --fp8, or --merge: the base in FP8 and the adapters are then two folders."
+            f"--fp8 and --merge do not go together: the codes of merged weights are not those that {folder} was "
+            "trained over. Leave out --fp8, or --merge: the base in FP8 and the adapters are then two folders."
         )
     if fp8:
         raise UserError(

@@ -17,8 +17,8 @@ from jetrl.serve.wire import parse_json
 
 
 async def body_of(request: Request, most: int, optional: bool = False) -> dict[str, Any]:
-    """The body, a JSON object. `optional`: none at all is an empty one. Refused: one of more than `most` bytes, of which
-    no more are read."""
+    """The body, a JSON object. `optional`: none at all is an empty one. Refused: one of more than `most` bytes, of
+    which no more are read."""
     size = request.headers.get("content-length", "0")
     body = bytearray()
     if not (size.isdigit() and int(size) > most):

@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_a_folder_of_adapters(tmp_path: Path) -> None:
     run_dir, before = run_of(tmp_path / "a", {"lora.targets": ["q_proj", "up_proj"]})
     folder = run_dir / "checkpoints" / "step_000002" / "model"
     path = {"model.arch": None, "model.tokenizer": None, "model.path": str(folder)}
-    with pytest.raises(UserError, match=r"""settings: lora.rank=4 lora.alpha=12.0 'lora.targets=\["q_proj", "up_proj"\]' l"""):
+    with pytest.raises(UserError, match=r"""settings: lora.rank=4 .* 'lora.targets=\["q_proj", "up_proj"\]' lora.r"""):
         prepare(tiny_config(tmp_path / "b", path))
     own = path | {"lora.rank": 4, "lora.alpha": 12.0, "lora.targets": ["q_proj", "up_proj"], "train.lr": 1e-3}
     with pytest.raises(UserError, match="a warm start trains the base"):

@@ -20,7 +20,7 @@ where what is within a chunk is summed before M and N are rounded.
 The forward pass keeps no states for this: in a layer of 32 value heads of 128 x 128 they are 16 KB a token in BF16, so
 12.9 GB for 32K tokens in the 24 layers of the 9B model, and a walk makes them again. While a layer goes backward, 2.3
 KB a token and value head are held at that size: T 256 bytes, W (later dR), U and P^T dO 256 each, S and dS 512 each, M
-and N 128 each, vectors 21.
+and N 128 each, vectors 32.
 
 Products have BF16 operands and FP32 sums; the inverse of I + L is FP32 (TF32 x 3 where blocks meet), rounded for its
 products. Nothing is added in an order left to chance: a program owns what it writes. Every product has 16 or 32 rows,

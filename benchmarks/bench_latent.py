@@ -3,7 +3,7 @@
     python benchmarks/bench_latent.py --peer "COMMAND"                # all parts; the command as for bench_rollout.py
     python benchmarks/bench_latent.py --parts rollout --batch 64 256 --rounds 3 --peer "COMMAND"
     python benchmarks/bench_latent.py --parts groups long
-    python benchmarks/bench_latent.py --parts update ops shared
+    python benchmarks/bench_latent.py --parts update ops forms shared
     python benchmarks/bench_latent.py --tiny                          # a small model on the CPU: that it runs
 
 rollout  published weights only; `--batch` sequences of `--prompt` tokens, `--new` new ones: tokens/s of the whole, and
@@ -20,6 +20,7 @@ update   `train.step.update` and publishing, as in bench_update.py, of `--tokens
 ops      the absorbed forward pass as training calls it, and the backward pass (with keys and values made again), of one
          layer: packed sequences of 16 x 2048 and 4 x 8192. FLOPs of a query, key and head: 2 x 1,088 absorbed, 1,664
          expanded and backward. Goal: 350 TFLOP/s forward.
+forms    decode attention of one layer with each number of warps and stages: which is the fastest, and equal bits.
 shared   decode attention of one layer where groups of 16 share a prompt and have 512 keys each of their own: apart,
          merged, whether "auto" would merge, and whether the bits are equal.
 
@@ -38,6 +39,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -94,7 +96,7 @@ from jetrl.train.step import Learner, update
 from jetrl.types import PagedPlan, Request, SamplingParams, StepReport, VarlenPlan, WeightSet
 
 Row = dict[str, Any]
-PARTS = ("rollout", "groups", "long", "update", "ops", "shared")
+PARTS = ("rollout", "groups", "long", "update", "ops", "forms", "shared")
 GIB = 2**30
 MERGE: dict[str, tuple[Merge, ...]] = {"groups": ("off", "on")}  # by part, `rollout.merge_prefix`
 
@@ -306,6 +308,36 @@ def calls_of(s: LatentSizes, count: int, length: int, device: str) -> dict[str, 
     }
 
 
+def forms(args: argparse.Namespace) -> Iterator[Row]:
+    """Decode attention of a layer with the warps and stages that its programs of few rows may have."""
+    from jetrl.kernels.attention import latent_triton
+
+    s, g = sizes_of(spec_of(args)), torch.Generator().manual_seed(1)
+    default = latent_triton.form_of(16, latent.STEPS["hopper"])
+    for batch, keys in ((64, 1024), (64, 4096), (256, 1536), (1, 8192)):
+        _, plan = decode_of_groups(s, batch, 1, keys - 512, "cuda")
+        shape = int(plan.block_table.max()) + 1, PAGE, s.rank + s.rope
+        q = torch.randn(batch, s.heads, s.rank + s.rope, generator=g).to("cuda", torch.bfloat16)
+        row, pages = q[:, 0].contiguous(), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+        def call(form: tuple[int, int], *given: Any) -> torch.Tensor:
+            with mock.patch.object(latent_triton, "form_of", lambda rows, steps: form):
+                return backend_of(given[0]).latent_attend_cached(*given)  # type: ignore[no-any-return]
+
+        given = q, row, pages, replace(plan, shared=None), 0.05, s
+        calls = {
+            f"decode, {form[0]} warps, {form[1]} stages" + " (default)" * (form == default): partial(call, form, *given)
+            for form in itertools.product((4, 8), (1, 2, 3, 4))
+        }
+        want = call(default, *given)
+        equal = {name: torch.equal(one(), want) for name, one in calls.items()}
+        for name, found in interleaved(calls, rounds=args.repeats * 5).items():
+            us = median(found)
+            yield {"op": name, "case": f"{batch} x {keys}", "us": us, "spread %": 100 * (max(found) / us - 1),
+                   "TB/s": batch * keys * 2 * (s.rank + s.rope) / us / 1e6,
+                   "bits": "equal" if equal[name] else "DIFFERENT"}
+
+
 def ops(args: argparse.Namespace) -> Iterator[Row]:
     """The absorbed forward pass of packed sequences, and the backward pass."""
     s = sizes_of(spec_of(args))
@@ -386,7 +418,9 @@ def spec_of(args: argparse.Namespace) -> ModelSpec:
 def asked(args: argparse.Namespace) -> Iterator[tuple[str, int, list[str]]]:
     """What is measured by our processes, in order, in which round, with their own arguments; no arguments: the peer."""
     for part in args.parts:
-        if part in ("ops", "shared"):
+        if part == "forms" and args.tiny:  # of kernels that a CPU does not have
+            continue
+        if part in ("ops", "forms", "shared"):
             yield part, 0, [f"--part={part}"]
             continue
         for number in range(args.rounds):
@@ -462,7 +496,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     if args.part:
-        for row in {"update": updates, "ops": ops, "shared": decodes}.get(args.part, rollout)(args):
+        for row in {"update": updates, "ops": ops, "forms": forms, "shared": decodes}.get(args.part, rollout)(args):
             emit(row | {"part": args.part, "environment": environment()})
         return
     if not args.tiny:
@@ -485,6 +519,8 @@ def main() -> None:
         print(f"{what}: {time.perf_counter() - start:.0f} s", flush=True)
     if of_part := [row for row in new if row["part"] == "ops"]:
         print(table(of_part, ["op", "case", "us", "TFLOP/s", "spread %"]))
+    if of_part := [row for row in new if row["part"] == "forms"]:
+        print(table(of_part, ["op", "case", "us", "TB/s", "spread %", "bits"]))
     if of_part := [row for row in new if row["part"] == "shared"]:
         print(table(of_part, ["case", "apart", "merged", "gain", "TB/s apart", "auto merges", "bits"]))
     if lines := summary(new):

@@ -372,7 +372,8 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
             tokenizer = revision = None
     model = ModelConfig(path=str(folder), tokenizer=tokenizer, tokenizer_revision=revision)
     lora = LoraConfig(**read_adapters(folder).settings()) if adapters else LoraConfig()
-    return config.model_copy(update={"model": model, "lora": lora})
+    sft = config.sft.model_copy(update={"steps": 0})  # the warm start is behind these weights
+    return config.model_copy(update={"model": model, "lora": lora, "sft": sft})
 
 
 def evaluate_checkpoint(
@@ -441,6 +442,11 @@ def export_checkpoint(
 
 def _export_adapters(folder: Path, out: Path, fp8: bool, merge: bool, say: Callable[[str], object]) -> Path:
     found = read_adapters(folder)
+    if fp8 and merge:
+        raise UserError(
+            f"--fp8 and --merge do not go together: the codes of merged weights are not those that {folder} was "
+            "trained over. Leave out --fp8, or --merge: the base in FP8 and the adapters are then two folders."
+        )
     if fp8:
         raise UserError(
             f"--fp8 has no effect on the adapters in {folder}. Export them without it, and their base by "
@@ -450,6 +456,7 @@ def _export_adapters(folder: Path, out: Path, fp8: bool, merge: bool, say: Calla
         return export_adapters(found, out)
     lost = export_merged(found, out)
     say(
+        "Merged: the adapters change nothing yet (the matrices B are zero), so this is their base." if lost is None else
         f"Merged: {lost:.1%} of what the adapters change was lost by rounding to BF16, and no program has the trained "
         "policy to the bit. The adapters themselves (without --merge) over their base have it."
     )

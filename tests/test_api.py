@@ -125,8 +125,8 @@ def test_a_random_model_of_a_published_shape_with_fewer_layers() -> None:
     model = random_model("smollm2-135m", "fp8", "cpu", layers=1)
     assert len(model.layers) == 1 and model.spec.num_layers == 1 and model.spec.hidden_size == 576
     assert model.layers[0].attn.qkv.quantized is not None and model.layers[0].attn.qkv.weight.std() > 0.01
-    with pytest.raises(UserError, match="no shape 'smollm'"):
-        random_model("smollm", "fp8", "cpu")
+    with pytest.raises(UserError, match=r"no shape 'smollm2-135' \(did you mean smollm2-135m\?\); known: "):
+        random_model("smollm2-135", "fp8", "cpu")
 
 
 # ---- evaluation of a folder -----------------------------------------------------------------------------------------

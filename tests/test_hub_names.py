@@ -186,7 +186,7 @@ def test_adapters_of_the_hub_in_every_command(
     for path, told in (("acme/tiny", "acme/tiny holds no adapters"), (str(models[ONE]), "holds no adapters")):
         with pytest.raises(UserError, match=rf"model.base_revision = 'v1' has no effect: model.path = .*{told}"):
             prepare(tiny_config(tmp_path, changes | {"model": {"path": path, "base_revision": "v1"}}))
-    with pytest.raises(UserError, match="teacher.path = acme/lora holds adapters, and a teacher is a whole model"):
+    with pytest.raises(UserError, match="teacher.path: acme/lora holds adapters, and a teacher is a whole model"):
         distill = BY_NAME | {"rl.algo": "distill", "teacher": {"path": "acme/lora"}}
         prepare(tiny_config(tmp_path, distill))
     (cache / "models--acme--tiny" / "refs" / "main").unlink()

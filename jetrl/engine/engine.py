@@ -163,7 +163,7 @@ class PagedEngine(Engine):
         scheduler, begins = self._scheduler, self._began is None
         allocator = scheduler.allocator
         if begins and (pages := self._num_pages(requests)) != allocator.num_pages:
-            allocator.resize(pages)
+            scheduler.resize(pages)
         scheduler.check(requests)
         if self.runner.reserve(allocator.num_pages):
             allocator.beginnings.clear()

@@ -67,6 +67,11 @@ class Scheduler:
         """Steps, tokens and preemptions are counted from 0 again."""
         self.num_preemptions = self.num_steps = self.num_computed_tokens = self.num_drawn_tokens = 0
 
+    def resize(self, num_pages: int) -> None:
+        """Another number of pages in the cache, while none is in use."""
+        self.allocator.resize(num_pages)
+        self.slots.table[:] = 0  # what is left there of earlier sequences may be no page of this cache
+
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse a request that could never run (UserError) or cannot continue its conversation (ValueError)."""
         ids = set()

@@ -65,6 +65,8 @@ def other_kind(path: Path) -> str:
             f"safetensors, with transformers: AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained("
             "'converted'), and save the tokenizer there too."
         )
+    if models := sorted(path.glob("checkpoints/step_*/model")):
+        return f" It is a run. Name the model of its newest checkpoint: {models[-1]}."
     inside = sorted(each.parent for each in path.glob("*/config.json"))
     return f" Did you mean {inside[0]}?" if inside else ""
 

@@ -50,9 +50,10 @@ def export_adapters(found: Adapters, out: Path) -> Path:
     return out
 
 
-def export_merged(found: Adapters, out: Path) -> float:
+def export_merged(found: Adapters, out: Path) -> float | None:
     """Write the base with the adapters added to its weights as a BF16 model folder; returns the share of the adapters'
-    change that rounding took away: the root of the sum of squares of what was lost, over that of the change."""
+    change that rounding took away: the root of the sum of squares of what was lost, over that of the change. None if
+    they change nothing."""
     _require_new(found, out)
     precision = (found.trained or {}).get("precision", "bf16")
     if precision != "bf16":
@@ -78,7 +79,7 @@ def export_merged(found: Adapters, out: Path) -> float:
 
     config, whole = completed((folder,), hf.hf_config(spec, hf.read_config(folder)), tensors)
     hf.write_folder(out, config, whole, copy)
-    return (lost / changed) ** 0.5 if changed else 0.0
+    return (lost / changed) ** 0.5 if changed else None
 
 
 def merge_into(state: dict[str, Tensor], found: Adapters, spec: ModelSpec) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -195,7 +196,9 @@ def _random_shape(
     more: Mapping[str, Any] | None = None,
 ) -> tuple[Config, ModelSpec]:
     if shape not in SHAPES:
-        raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
+        close = difflib.get_close_matches(shape, SHAPES, 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"no shape {shape!r}{meant}; known: {', '.join(SHAPES)}")
     model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
     config = config_for(model_table | _chosen(None, "", precision, kv_cache)[0] | dict(more or {}), device)
     return config, replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 from jetrl.chat.messages import TurnEncoder, check_turn_end
@@ -249,9 +250,12 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
         name for name in config.lora.targets if name not in GROUPS and name not in ranks and name not in in_experts
     ]
     if missing or not chosen:
+        inside = "" if spec.experts is None else (
+            " outside of its experts, which have adapters with lora.expert_rank alone, and beside others"
+        )
         raise UserError(
-            f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])} outside of its experts, "
-            f"which have adapters with lora.expert_rank alone, and beside others. It has {', '.join(ranks)}."
+            f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])}{inside}. It has "
+            f"{', '.join(ranks)}."
         )
     worst = min(chosen, key=lambda name: ranks[name])
     if lora.rank > ranks[worst]:
@@ -292,7 +296,7 @@ def _check_found(config: Config, spec: ModelSpec, lora: Lora | None, found: Adap
     """UserError for adapters in `model.path` that are not what the config says."""
     named = None if lora is None else replace(lora, targets=tuple(adapted_projections(spec, lora)))
     if named != found.lora:
-        wanted = " ".join(f"lora.{key}={toml_literal(value)}" for key, value in found.settings().items())
+        wanted = " ".join(quote(f"lora.{key}={toml_literal(value)}") for key, value in found.settings().items())
         raise UserError(
             f"model.path = {config.model.path} holds adapters, which a run goes on with as they are. Give their "
             f"settings: {wanted}"

@@ -56,7 +56,10 @@ def teachers_of(config: Config) -> dict[str, Teacher]:
     for name, path in paths_of(config).items():
         if is_url(path):
             continue
-        spec = _spec_of(path, config.teacher.revision if name == REST else None)
+        try:
+            spec = _spec_of(path, config.teacher.revision if name == REST else None)
+        except UserError as error:
+            raise UserError(f"{key_of(name)}: {error}") from None
         found[name] = Teacher(spec, build_recipe(config.teacher.precision, spec.num_layers))
     return found
 
@@ -88,7 +91,7 @@ def _folder(path: str, revision: str | None, *, weights: bool = False) -> Path:
     folder = model_folder(path, revision, verify=weights, weights=weights)
     if is_adapters(folder):
         raise UserError(
-            f"{KEY} = {path} holds adapters, and a teacher is a whole model. Add them to their base first: "
+            f"{path} holds adapters, and a teacher is a whole model. Add them to their base first: "
             "`jetrl export FOLDER OUT --merge`."
         )
     return folder

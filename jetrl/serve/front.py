@@ -164,7 +164,7 @@ class Front:
     # ---- sessions ---------------------------------------------------------------------------------------------------
 
     async def _new_session(self, request: Request) -> Response:
-        data = await self._body(request)
+        data = await body_of(request, self.settings.max_body, optional=True)
         session = self.sessions.use(self._id_of(data))
         return Answer({"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}, 201)
 

@@ -16,8 +16,9 @@ from jetrl.serve.refusal import Refused
 from jetrl.serve.wire import parse_json
 
 
-async def body_of(request: Request, most: int) -> dict[str, Any]:
-    """The body, a JSON object. Refused: one of more than `most` bytes, of which no more are read."""
+async def body_of(request: Request, most: int, optional: bool = False) -> dict[str, Any]:
+    """The body, a JSON object. `optional`: none at all is an empty one. Refused: one of more than `most` bytes, of
+    which no more are read."""
     size = request.headers.get("content-length", "0")
     body = bytearray()
     if not (size.isdigit() and int(size) > most):
@@ -26,7 +27,7 @@ async def body_of(request: Request, most: int) -> dict[str, Any]:
             if len(body) > most:
                 break
         else:
-            return parse_json(bytes(body))
+            return {} if optional and not body else parse_json(bytes(body))
     raise Refused(f"The body has more than {most:,} bytes.", 413, code="body_too_large")
 
 
@@ -100,7 +101,12 @@ async def serve_until(
 async def http_error(request: Request, error: Exception) -> Response:
     """No such address or method."""
     assert isinstance(error, HTTPException)
-    return refusal(Refused(f"{request.method} {request.url.path}: {error.detail}.", error.status_code))
+    path, hint = request.url.path, ""
+    if path.endswith("/responses"):
+        hint = " The Responses API is not served: use chat completions."
+    elif "/v1/" not in path and path.endswith(("/completions", "/models")):
+        hint = " Clients need a base URL that ends in /v1."
+    return refusal(Refused(f"{request.method} {path}: {error.detail}.{hint}", error.status_code))
 
 
 async def own_error(request: Request, error: Exception) -> Response:

@@ -189,7 +189,7 @@ class Service:
         room = self.about.max_position - length
         most = room if ask.max_tokens is None else ask.max_tokens
         if most > room or most < (ask.prompt_logprobs is None):
-            wanted = "" if ask.max_tokens is None else f", with max_tokens = {most} {length + most}"
+            wanted = "" if ask.max_tokens is None else f", and {length + most} with max_tokens = {most}"
             raise Refused(
                 f"The prompt has {length} tokens{wanted}; the model has {self.about.max_position} positions. Shorten "
                 "one of the two.", param="max_tokens" if room > 0 else "prompt", code="context_length_exceeded",

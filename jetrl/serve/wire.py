@@ -247,7 +247,8 @@ def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
     if len(prompts) > MOST_PROMPTS:
         raise Refused(f"prompt: {len(prompts)} prompts; send at most {MOST_PROMPTS} at once.", param="prompt")
     return tuple(
-        one if isinstance(one, str) else _ids(f"prompt[{i}]", one, vocab_size) for i, one in enumerate(prompts)
+        one if isinstance(one, str) else _ids("prompt" if ids else f"prompt[{i}]", one, vocab_size)
+        for i, one in enumerate(prompts)
     )
 
 

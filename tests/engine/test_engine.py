@@ -285,3 +285,13 @@ def test_an_observer_hears_of_every_plan_before_its_pass() -> None:
     assert engine.generate(mixed_requests()) == make_engine(**dataclasses.asdict(settings)).generate(mixed_requests())
     assert heard == list(enumerate(model.rows)) and len(heard) > 20
     assert not engine.runner.cuda_graphs and make_engine().runner.cuda_graphs
+
+
+def test_a_cache_may_be_smaller_than_the_one_before() -> None:
+    """As where it does not stay during updates, and an evaluation asked for more: old page numbers are no pages now."""
+    engine = make_engine(page_size=2, max_num_seqs=8)
+    engine.generate([Request(i, (1, 2, 3, 4, i), SamplingParams(20, ignore_eos=True)) for i in range(8)])
+    engine.release()
+    request = Request(9, (5, 6, 7), SamplingParams(9, ignore_eos=True))
+    (completion,) = engine.generate([request])
+    assert list(completion.tokens) == straight(HashModel(), request)[0]

@@ -512,5 +512,10 @@ def test_folders_of_other_kinds_are_told_with_the_way_out(tmp_path: Path) -> Non
     files(above / "model", "config.json")
     with pytest.raises(UserError, match=rf"no config.json.* Did you mean {above / 'model'}\?"):
         hf.read_config(above)
+    run = tmp_path / "run"
+    for step in ("step_000002", "step_000010"):
+        (run / "checkpoints" / step / "model").mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"no config.json.* It is a run. .*: {run}/checkpoints/step_000010/model\.$"):
+        hf.read_config(run)
     with pytest.raises(UserError, match=r"model folder\.$"):
         hf.read_config(files(tmp_path / "empty"))

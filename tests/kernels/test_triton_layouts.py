@@ -19,8 +19,7 @@ from jetrl.kernels import tiles
 from jetrl.kernels.attention import decode_chain as chain
 from jetrl.kernels.attention import decode_shared as shared
 from jetrl.kernels.attention import decode_split as split
-from jetrl.kernels.attention import latent, latent_chain, latent_shared, latent_triton
-from jetrl.kernels.attention import portable_few
+from jetrl.kernels.attention import latent, latent_chain, latent_shared, latent_triton, portable_few
 from jetrl.kernels.gemm import coded_rows as coded
 from jetrl.kernels.quantize import e4m3
 from jetrl.kernels.quantize import triton as tq

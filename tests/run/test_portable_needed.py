@@ -29,7 +29,8 @@ rows = []
 for job in jobs:
     module, name, given, more = job.arguments
     small = more.get("ROWS") == 16
-    if name in ("_attention_kernel", "_gemm_kernel") and small and len(rows) < 4:
+    walk = module.endswith("delta.backward_triton") and name.startswith("_state")
+    if walk or name in ("_attention_kernel", "_gemm_kernel") and small and len(rows) < 4:
         import importlib
         rows.append({"name": name} | made.resources(getattr(importlib.import_module(module), name), given, more, 86))
 print(json.dumps({"names": names, "makers": sorted({job.name.split()[0] for job in jobs}), "rows": rows}))
@@ -37,7 +38,8 @@ print(json.dumps({"names": names, "makers": sorted({job.name.split()[0] for job 
 
 
 def test_what_a_run_launches_compiles_for_a_card_with_little_shared_memory() -> None:
-    """All by Triton, nothing of a library; those that decode, for sm_86 without spilled registers."""
+    """All by Triton, nothing of a library; those that decode, and those that walk over states backward, for sm_86
+    without spilled registers."""
     pytest.importorskip("triton")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CODE]
@@ -46,10 +48,13 @@ def test_what_a_run_launches_compiles_for_a_card_with_little_shared_memory() -> 
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["makers"] == ["Triton"]
     wanted = {f"_{name}_kernel" for name in (
-        "attention", "conv", "fork", "gate", "gemm", "grouped", "keys", "queries", "rule", "wgrad"
+        "attention", "conv", "fork", "gate", "gemm", "grouped", "keys", "queries", "rule", "wgrad",
+        "conv_inputs", "conv_sums", "decay", "gate_grads", "inverse", "key_grads", "pairs", "rows", "state_grads",
+        "states",
     )}
     assert wanted <= set(found["names"])
-    assert {row["name"] for row in found["rows"]} == {"_attention_kernel", "_gemm_kernel"}
+    walks = {"_state_grads_kernel", "_states_kernel"}
+    assert {row["name"] for row in found["rows"]} == {"_attention_kernel", "_gemm_kernel", *walks}
     for row in found["rows"]:
         assert row["stack"] == 0 and row["shared"] <= 99 * 1024 and row["instruction"] == "mma", row
 

@@ -256,6 +256,7 @@ def test_a_session_is_a_tree_of_exact_tokens(server: Served, record: Path) -> No
     assert ended.value.status_code == 410 and ended.value.code == "session_closed"
     assert call(f"{server.url}/sessions/tree/traces")[0] == 410 and call(f"{server.url}/sessions/no/traces")[0] == 404
     assert call(f"{server.url}/sessions", {"id": "a/b"})[0] == 400
+    assert call(f"{server.url}/sessions", b"", method="POST")[0] == 201  # no body: an id of the server's
 
     (talk,) = [one for one in read_sessions(record).talks if one.id == "tree"]  # of all this, on disk
     assert talk.reward == 0.5 and talk.ended and [talk.turns[i]["after"] for i in range(5)] == [-1, 0, 0, -1, 1]
@@ -320,13 +321,13 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "deep": (b'{"prompt": ' + b"[" * 100_000, 400, "not JSON: lists or tables are nested"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', 400, "NaN is not JSON"),
     "another model": (COMPLETION | {"model": "gpt-9"}, 404, "this server has 'tiny'"),
-    "id out of range": (COMPLETION | {"prompt": [99999]}, 400, "prompt[0][0] = 99999"),
+    "id out of range": (COMPLETION | {"prompt": [99999]}, 400, "prompt[0] = 99999"),
     "negative id": (COMPLETION | {"prompt": [-1]}, 400, "= -1"),
     "no prompt": ({"model": "tiny"}, 400, "prompt = None"),
     "empty": (COMPLETION | {"prompt": ""}, 400, "no tokens"),
     "empty ids": (COMPLETION | {"prompt": [[]]}, 400, "empty"),
     "too long": (COMPLETION | {"prompt": "a" * 800}, 400, "768 positions"),
-    "too many tokens": (COMPLETION | {"max_tokens": 10**9}, 400, "768 positions"),
+    "too many tokens": (COMPLETION | {"max_tokens": 10**9}, 400, "and 1000000001 with max_tokens = 1000000000; the"),
     "huge number": (COMPLETION | {"max_tokens": 10**400}, 400, "max_tokens"),
     "no tokens": (COMPLETION | {"max_tokens": 0}, 400, "max_tokens = 0"),
     "cold": (COMPLETION | {"temperature": -1}, 400, "temperature = -1"),
@@ -371,6 +372,9 @@ def test_no_template_from_clients(server: Served) -> None:
 
 def test_addresses_methods_and_types(server: Served) -> None:
     assert call(f"{server.url}/v1/nothing")[0] == 404 and call(f"{server.url}/v1/completions")[0] == 405
+    for path, hint in (("/v1/responses", "use chat completions"), ("/chat/completions", "base URL that ends in /v1")):
+        status, told = call(server.url + path, {})
+        assert status == 404 and hint in told["error"]["message"]
     status, answer = call(f"{server.url}/v1/completions", COMPLETION, {"content-type": "text/plain"})
     assert status == 415 and "application/json" in answer["error"]["message"]
     for host in ("evil.example:80", "evil.example", "127.0.0.1.evil.example", ""):

@@ -110,6 +110,15 @@ def _place(index, queries, sequences, first, low, TOKENS: tl.constexpr):
     return s, block - (tl.load(queries + s) - first + s * (TOKENS - 1)) // TOKENS
 
 
+@triton.jit
+def _left(tops, sums, accs, to, known, ROWS: tl.constexpr, L: tl.constexpr):
+    """Maxima, sums and outputs of rows whose chunk `latent_shared` has begun, where `known`; else those of no key."""
+    top = tl.load(tops + to, mask=known, other=float("-inf"))
+    total = tl.zeros([ROWS, 16], tl.float32) + tl.load(sums + to, mask=known, other=0.0)[:, None]
+    at = to[:, None] * L + tl.arange(0, L)[None, :]
+    return top, total, tl.load(accs + at, mask=known[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
 def _rows_kernel(
     q, rows, table, queries, keys, done, out, lse, tops, sums, accs, scale, natural, width, low, high, sequences, first,
@@ -151,10 +160,7 @@ def _rows_kernel(
         acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
         to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
         if UNIT > 0:
-            known = alive & (begun > chunk * CHUNK)
-            top = tl.load(tops + to, mask=known, other=float("-inf"))
-            total += tl.load(sums + to, mask=known, other=0.0)[:, None]
-            acc = tl.load(accs + to[:, None] * L + e[None, :], mask=known[:, None], other=0.0)
+            top, total, acc = _left(tops, sums, accs, to, alive & (begun > chunk * CHUNK), ROWS, L)
         for t in range(begun, end, TILE):
             if PAGE > 0:
                 line = tl.load(table + sequence * width + t // PAGE).to(tl.int64) * PAGE + t % PAGE + k
@@ -301,6 +307,11 @@ def blocks_of(tokens: int, lengths: tuple[int, ...], size: int) -> int:
     return (tokens - 1 + (apart + 1) * (size - 1)) // size + 1
 
 
+def form_of(rows: int, steps: Steps) -> tuple[int, int]:
+    """Warps of a program with so many rows, and tiles on their way. No bit depends on them."""
+    return 4 if rows < steps.tile else 8, steps.stages if rows < 64 else 2
+
+
 def _attend(
     q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
     scale: float, sizes: LatentSizes, lengths: tuple[int, ...], deepest: int, page: int, first: int, steps: Steps,
@@ -313,7 +324,7 @@ def _attend(
         return
     few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
     block = few if one else max(steps.rows, few)
-    warps, stages = (4 if block < steps.tile else 8), (steps.stages if block < 64 else 2)
+    warps, stages = form_of(block, steps)
     chunks = triton.cdiv(deepest, CHUNK)
     whole = chunks == 1 and shared is None
     slab = tokens if whole else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))

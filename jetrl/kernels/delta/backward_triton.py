@@ -15,10 +15,12 @@ and then, of each chunk by itself, dR = T^T dD, dv = beta dR, N = -E (dR D^T) be
     dq = scale gam (dO S^T) + M k          dk = beta (N k - gam (dR S^T)) + e (D dS'^T) + M^T q + N^T (beta k)
     dG_i = q_i.dq_i + k_i.(what dk has by row i) - k_i.(what it has by column i), and of e and exp(G_63) at row 63
 
+where what is within a chunk is summed before M and N are rounded.
+
 The forward pass keeps no states for this: in a layer of 32 value heads of 128 x 128 they are 16 KB a token in BF16, so
 12.9 GB for 32K tokens in the 24 layers of the 9B model, and a walk makes them again. While a layer goes backward, 2.3
 KB a token and value head are held at that size: T 256 bytes, W (later dR), U and P^T dO 256 each, S and dS 512 each, M
-and N 128 each, vectors 21.
+and N 128 each, vectors 32.
 
 Products have BF16 operands and FP32 sums; the inverse of I + L is FP32 (TF32 x 3 where blocks meet), rounded for its
 products. Nothing is added in an order left to chance: a program owns what it writes. Every product has 16 or 32 rows,
@@ -237,15 +239,16 @@ def _state_grads_kernel(
 
 @triton.jit
 def _pairs_kernel(
-    v_p, do_p, beta_p, start_p, count_p, G_p, T_p, D_p, dD_p, dR_p, M_p, N_p, dv_p, dbeta_p, scale,
-    HV: tl.constexpr, DV: tl.constexpr,
+    q_p, k_p, v_p, do_p, beta_p, start_p, count_p, G_p, T_p, D_p, dD_p, dR_p, M_p, N_p, dv_p, dbeta_p, dE_p, scale,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):
-    """A (chunk, value head, half of its rows): dv; dR [C, HV, 64, DV]; M, N [C, HV, 64, 64]; dR.v, a part of dbeta."""
+    """A (chunk, value head, half of its rows): dv; dR [C, HV, 64, DV]; M, N [C, HV, 64, 64]; a part of dbeta. What P
+    and L give to G, before M and N are rounded [C, HV, 3, 64]: by row, and by column from each half."""
     c, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * 32
     tok, count = tl.load(start_p + c).to(tl.int64), tl.load(count_p + c) - first
     at = c.to(tl.int64) * HV + h
-    r = tl.arange(0, 32)
-    i, j, y = first + r, tl.arange(0, 64), tl.arange(0, DV)
+    r, hk = tl.arange(0, 32), h // (HV // HK)
+    i, j, x, y = first + r, tl.arange(0, 64), tl.arange(0, DK), tl.arange(0, DV)
     turned = y[:, None] * 64 + j[None, :]
     below = j[None, :] <= i[:, None]
     T = tl.load(T_p + at * 4096 + (j[None, :] * 64 + i[:, None]), mask=i[:, None] <= j[None, :], other=0.0)
@@ -264,14 +267,20 @@ def _pairs_kernel(
     dv_p += ((tok + first) * HV + h) * DV
     dbeta_p += (tok + first) * HV + h
     beta = _column(beta_p, tok + first, count, h, HV, 32)
+    k = tl.trans(_tile(k_p, tok, count + first, hk, x, HK, DK, 64))
+    N *= tl.dot(_tile(k_p, tok + first, count, hk, x, HK, DK, 32), k)
+    both = M * tl.dot(_tile(q_p, tok + first, count, hk, x, HK, DK, 32), k) + beta[:, None] * N
+    dE_p += at * 192
+    tl.store(dE_p + i, tl.sum(both, 1))
+    tl.store(dE_p + 64 * (1 + tl.program_id(2)) + j, tl.sum(both, 0))
     dv = (beta[:, None] * dR).to(tl.bfloat16)
     tl.store(dv_p + (r[:, None] * (HV * DV) + y[None, :]), dv, mask=live[:, None])
     v = _tile(v_p, tok + first, count, h, y, HV, DV, 32).to(tl.float32)
-    tl.store(dbeta_p + r * HV, tl.sum(dR * v, 1), mask=live)
+    tl.store(dbeta_p + r * HV, tl.sum(dR * v, 1) + tl.sum(N, 1), mask=live)
 
 
 @triton.jit
-def _keys_kernel(
+def _key_grads_kernel(
     q_p, k_p, do_p, beta_p, start_p, count_p, G_p, S_p, dS_p, D_p, dR_p, M_p, N_p, dq_p, dk_p, step_p, dG_p, last_p,
     scale, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):
@@ -304,20 +313,21 @@ def _keys_kernel(
         gam = tl.exp(G)[:, None]
         square, turned = i[:, None] * 64 + j[None, :], j[None, :] * 64 + i[:, None]
         k, q = _tile(k_p, tok, count, hk, x, HK, DK, 64), _tile(q_p, tok, count, hk, x, HK, DK, 64)
-        own = tl.dot(tl.load(M_p + at * 4096 + square), k, (scale * gam) * own)
-        by_row = tl.dot(tl.load(N_p + at * 4096 + square), k, -gam * by_row)
-        by_column = tl.exp(total - G)[:, None] * by_column
+        own, by_row, by_column = (scale * gam) * own, -gam * by_row, tl.exp(total - G)[:, None] * by_column
         ki = _tile(k_p, tok + first, count - first, hk, x, HK, DK, 32).to(tl.float32)
-        through = tl.sum(tl.sum(ki * by_column, 1), 0)  # e has G_63
+        qi = _tile(q_p, tok + first, count - first, hk, x, HK, DK, 32).to(tl.float32)
+        beta = _column(beta_p, tok + first, count - first, h, HV, 32)
+        to = at * (DK // BK) + part
+        step, through = tl.sum(ki * by_row, 1), tl.sum(ki * by_column, 1)
+        tl.store(step_p + to * 64 + i, step)
+        tl.store(dG_p + to * 64 + i, tl.sum(qi * own, 1) + beta * step - through)
+        through = tl.sum(through, 0)  # e has G_63
+        tl.store(last_p + to * 2 + z, through + tl.where(z == 0, tl.exp(total) * both, 0.0))
+        own = tl.dot(tl.load(M_p + at * 4096 + square), k, own)
+        by_row = beta[:, None] * tl.dot(tl.load(N_p + at * 4096 + square), k, by_row)
         by_column = tl.dot(tl.load(M_p + at * 4096 + turned), q, by_column)
         columns = _column(beta_p, tok, count, h, HV, 64)[None, :] * tl.load(N_p + at * 4096 + turned).to(tl.float32)
         by_column = tl.dot(columns.to(tl.bfloat16), k, by_column)
-        qi = _tile(q_p, tok + first, count - first, hk, x, HK, DK, 32).to(tl.float32)
-        to = at * (DK // BK) + part
-        tl.store(step_p + to * 64 + i, tl.sum(ki * by_row, 1))
-        by_row = _column(beta_p, tok + first, count - first, h, HV, 32)[:, None] * by_row
-        tl.store(dG_p + to * 64 + i, tl.sum(qi * own, 1) + tl.sum(ki * (by_row - by_column), 1))
-        tl.store(last_p + to * 2 + z, through + tl.where(z == 0, tl.exp(total) * both, 0.0))
         dq += own
         dk += by_row + by_column
     to, base = r[:, None] * (HK * DK) + x[None, :], ((tok + first) * HK + hk) * DK
@@ -327,7 +337,7 @@ def _keys_kernel(
 
 @triton.jit
 def _decay_kernel(
-    start_p, count_p, step_p, dG_p, last_p, dg_p, dbeta_p, HV: tl.constexpr, PARTS: tl.constexpr,
+    start_p, count_p, step_p, dG_p, last_p, dE_p, dg_p, dbeta_p, HV: tl.constexpr, PARTS: tl.constexpr,
 ):
     """A (chunk, value head): dg, the sum of dG from the row to the chunk's last; dbeta, whose other part is there."""
     c, h = tl.program_id(0), tl.program_id(1)
@@ -336,7 +346,8 @@ def _decay_kernel(
     j = tl.arange(0, 64)
     dg_p += tok * HV + h
     dbeta_p += tok * HV + h
-    dG, last = tl.zeros((64,), tl.float32), 0.0
+    dE_p += (c.to(tl.int64) * HV + h) * 192 + j
+    dG, last = tl.load(dE_p) - (tl.load(dE_p + 64) + tl.load(dE_p + 128)), 0.0
     step = tl.load(dbeta_p + j * HV, mask=j < count, other=0.0)
     for n in tl.static_range(PARTS):
         dG += tl.load(dG_p + (at + n) * 64 + j)
@@ -389,17 +400,20 @@ def delta_rule_backward(
     right, pairs, under = room(64, dv), room(64, 64), room(64, 64)
     dq, dk_all, dv_all = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    decays = room(3, 64, dtype=wide)
     _pairs_kernel[(chunks, hv, 2)](
-        v, grad, beta, start, count, sums, inverse, d, d_grad, right, pairs, under, dv_all, dbeta, scale, HV=hv, DV=dv,
-        num_warps=4, num_stages=1,
+        q, k, v, grad, beta, start, count, sums, inverse, d, d_grad, right, pairs, under, dv_all, dbeta, decays, scale,
+        **sizes, DV=dv, num_warps=4, num_stages=1,
     )
     part = min(_KEYS, dk)
     steps, sum_grads = (room(dk // part, 64, dtype=wide) for _ in range(2))
     last = room(dk // part, 2, dtype=wide)
-    _keys_kernel[(chunks, hk, 2 * dk // part)](
+    _key_grads_kernel[(chunks, hk, 2 * dk // part)](
         q, k, grad, beta, start, count, sums, states, state_grads, d, right, pairs, under, dq, dk_all, steps, sum_grads,
         last, scale, **sizes, DV=dv, BV=block, BK=part, num_warps=4, num_stages=1,
     )
-    _decay_kernel[(chunks, hv)](start, count, steps, sum_grads, last, dg, dbeta, HV=hv, PARTS=dk // part, num_warps=1)
+    _decay_kernel[(chunks, hv)](
+        start, count, steps, sum_grads, last, decays, dg, dbeta, HV=hv, PARTS=dk // part, num_warps=1
+    )
     return dq, dk_all, dv_all, dg, dbeta
 

@@ -231,7 +231,7 @@ def _conv_kernel(
     x_p, w_p, state_p, q_p, k_p, v_p, cu_p, part_p, before_p, read_p, stride, HK: tl.constexpr, HV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr,
 ):
-    """A (row, head): products in order, the oldest first; SiLU; L2 norms of queries and keys. A state has `R` rows."""
+    """A (row, head): products in order, the oldest first; SiLU; of queries and keys the L2 norm. A state: `R` rows."""
     t, head = tl.program_id(0), tl.program_id(1)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     is_v = head >= 2 * HK

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +21,14 @@ from typing import IO, Any
 
 from jetrl.environments.retry import score_answer
 from jetrl.environments.spoken import Spoken
-from jetrl.environments.worker import ConversationFailed, Worker, Workers, give_up, result_of
+from jetrl.environments.worker import (
+    ConversationFailed,
+    Worker,
+    Workers,
+    give_up,
+    path_of_programs,
+    result_of,
+)
 from jetrl.errors import UserError, shorten
 from jetrl.parallel.launch import outside
 from jetrl.rewards.function import RewardFunction
@@ -62,8 +69,7 @@ class Command(Spoken):
         self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         given = {
             "OPENAI_BASE_URL": self.episode.url, "OPENAI_API_KEY": self.episode.key, "OPENAI_MODEL": MODEL,
-            # a plain `python` is the one that runs jetrl
-            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
+            "PATH": path_of_programs(),
         }
         with tempfile.TemporaryFile() as task:
             task.write(json.dumps(problem, ensure_ascii=False, default=str).encode())
@@ -126,6 +132,11 @@ def words_of(command: Any) -> list[str]:
         raise UserError(
             f"environment.params.command = {shorten(repr(command))}: write a program and its arguments, such as "
             '"python agent.py".'
+        )
+    if shutil.which(words[0], path=path_of_programs()) is None:
+        raise UserError(
+            f"environment.params.command: {words[0]} cannot be started: there is no such program, or it may not be "
+            "executed. Name one that is in the PATH, or a file with its folder."
         )
     return words
 

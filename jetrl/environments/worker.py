@@ -26,6 +26,11 @@ _SHOWN = 2000  # bytes of its errors
 _PATIENCE = 5.0
 
 
+def path_of_programs() -> str:
+    """The variable PATH of a program that is started: a plain `python` is the one that runs jetrl."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
 class Worker:
     """The process. `results`: by conversation, until they are taken; `wakes`: called once when one of them comes, or
     will not come; `said`: its other messages. UserError where it cannot be started."""
@@ -38,11 +43,10 @@ class Worker:
         self._open, self._retired = set[str](), False
         self._errors = tempfile.TemporaryFile()
         self._lock, self._spoke = threading.Lock(), threading.Event()
-        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         try:
             self._process = subprocess.Popen(
                 list(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                start_new_session=True, env=outside() | {"PATH": path, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True, env=outside() | {"PATH": path_of_programs(), "PYTHONUNBUFFERED": "1"},
             )
         except OSError as error:
             raise UserError(f"environment.params.command: {words[0]} cannot be started: {error}.") from error

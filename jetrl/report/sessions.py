@@ -193,9 +193,9 @@ def tiles(read: Read) -> list[tuple[str, str, str]]:
     mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
     return [
         ("Sessions", f"{len(read.talks):,}", f"{sum(not talk.ended for talk in read.talks):,} not ended"),
-        ("Turns", f"{turns:,}", f"{forks:,} forks"),
+        ("Turns", f"{turns:,}", "1 fork" if forks == 1 else f"{forks:,} forks"),
         ("Drawn tokens", f"{read.num_tokens():,}", ""),
-        ("Mean reward", mean, f"of {len(rewards):,} sessions with one"),
+        ("Mean reward", mean, f"sessions with one: {len(rewards):,}"),
     ]
 
 

@@ -195,8 +195,9 @@ def test_bad_parameters() -> None:
     for limit in (0, -1, "5", True):
         with pytest.raises(UserError, match="time_limit"):
             Command("x", time_limit=limit)
-    with pytest.raises(UserError, match="cannot be started"):
-        Command("/nowhere/agent").reset({"prompt": "a"})
+    for program in ("/nowhere/agent", "no_such_agent --fast", "/tmp"):
+        with pytest.raises(UserError, match="cannot be started: there is no such program"):
+            Command(program)
 
 
 def test_a_program_is_code_that_a_run_folder_names(tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_one_program_has_many_conversations(lasting: Any) -> None:
     again = lasting()
     assert again.worker is not one.worker and not again.step(says("a"))[2]
     with pytest.raises(UserError, match="cannot be started"):
-        Command("/nowhere/agent", lasting=True).reset({"prompt": "a"})
+        Workers().take("a", ["/nowhere/agent"])
     assert time.monotonic() - start < 200
 
 

@@ -43,7 +43,7 @@ def test_a_session_is_a_row_whose_turns_say_what_they_follow(tmp_path: Path) -> 
     ]
     assert row["tokens"] == ["x", "y", "z", "w", "v", "u"] and len(row["logprobs"]) == 6 and not talk.ended
     assert [number for _, number, _ in tiles(read)] == ["1", "5", "6", "0.500"]
-    assert [remark for _, _, remark in tiles(read)] == ["1 not ended", "3 forks", "", "of 1 sessions with one"]
+    assert [remark for _, _, remark in tiles(read)] == ["1 not ended", "3 forks", "", "sessions with one: 1"]
 
 
 def test_what_is_gone_is_counted_and_other_starts_are_other_sessions(

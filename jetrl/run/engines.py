@@ -71,10 +71,10 @@ def require_engine(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
         assert config.rollout.page_size is not None, "resolve() has set it"
         require_page(config.rollout.page_size, STEPS[config.kernels])
     if engine_class(config.rollout.engine) is None and config.rollout.engine == "vllm":
+        layout(spec, recipe, config.vllm.partial_blocks, config.device)  # before what costs gigabytes to cure
         require_installed()
         if config.device == "cpu":
             require_on_cpu(config, spec)
-        layout(spec, recipe, config.vllm.partial_blocks, config.device)
 
 
 def check_engine(config: Config, world: World) -> None:

@@ -8,8 +8,9 @@
 
 decode  milliseconds of a decode step, in one process: the model with adapters, and the same one without them (over the
         same memory), take turns. Prompts of `--prompt` tokens, `--new` new ones. Goal: at most +10 % at 64 sequences,
-        +6 % at 256. `--also apart`: adapters beside SwiGLU and the quantizers, each in kernels of its own; `fork`: A x
-        on a second stream (`model.adapter.FORK`). Each engine has a cache of its own.
+        +6 % at 256. `--also apart`: adapters beside their neighbours, in kernels of their own; `fork`: A x on a
+        second stream (`model.adapter.FORK`); `joined`: and q, k and v in the kernel of heads
+        (`kernels.adapters.heads.JOINED`). Each engine has a cache of its own.
 update  `train.step.update` of `--tokens` in sequences of `--length`, one a micro-batch, and publishing, as in
         `bench_update.py`. All weights (BF16 masters and moments, as FP32 ones do not fit) and adapters (FP32 masters
         and moments) take turns in processes of their own, of which each measures `--repeats`. With adapters also
@@ -25,6 +26,7 @@ Writes benchmarks/results/lora.json after each row: new rows replace old ones of
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 import time
@@ -61,10 +63,9 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.huggingface.adapter import write_adapters
 from jetrl.huggingface.config import hf_config
 from jetrl.kernels.pointwise import ops as pointwise
-from jetrl.model import adapter, mlp
-from jetrl.model.adapter import without_adapters
+from jetrl.model import adapter
+from jetrl.model.adapter import Adapter, without_adapters
 from jetrl.model.block import Block
-from jetrl.model.linear import FlowLinear
 from jetrl.model.master import masters_of, parts_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
@@ -83,14 +84,14 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Request, SamplingParams, Side, StepReport, WeightSet
+from jetrl.types import Request, SamplingParams, StepReport, WeightSet
 
 TINY = replace(
     SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=64, max_position=4096,
 )
 WHOLE, LORA = "all weights", "adapters"
-ALSO = {"apart": "adapters, apart", "fork": "adapters, two streams"}
+ALSO = {"apart": "adapters, apart", "fork": "adapters, two streams", "joined": "adapters, with heads"}
 CONTEXT = GIB  # of a GPU's memory, that torch's allocator cannot have
 PARTS = ("decode", "update", "fit")
 
@@ -149,18 +150,21 @@ def decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def way(variant: str) -> Iterator[None]:
     """Within it, adapters are computed as that variant says."""
     with ExitStack() as stack:
-        if variant == ALSO["fork"]:
+        if variant in (ALSO["fork"], ALSO["joined"]):
             stack.enter_context(mock.patch.object(adapter, "FORK", True))
+        if variant == ALSO["joined"]:
+            name = "jetrl.kernels.adapters.heads"  # needs Triton
+            if importlib.util.find_spec("triton"):
+                stack.enter_context(mock.patch.object(importlib.import_module(name), "JOINED", True))
         if variant == ALSO["apart"]:
-            stack.enter_context(mock.patch.object(mlp, "infer_swiglu", apart))
-            stack.enter_context(mock.patch.object(Block, "add_norm_for", lambda self, linear, x, residual, side:
-                                                  self._normed(x, residual)))
+            for owner, name, apart in (
+                (Block, "add_norm_for", lambda self, linear, x, residual, side: self._normed(x, residual)),
+                (Adapter, "finish_heads", lambda self, y, begun, of: pointwise.qkv_norm_rope(
+                    self.finish(y, begun), *of)),
+                (Adapter, "finish_swiglu", lambda self, y, begun, reads: pointwise.swiglu(self.finish(y, begun))),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, apart))
         yield
-
-
-def apart(x: Any, gate_up: FlowLinear, down: FlowLinear, side: Side) -> torch.Tensor:
-    """`mlp.infer_swiglu` op by op."""
-    return pointwise.swiglu(gate_up.infer(x, side))
 
 
 def requests_of(args: argparse.Namespace, batch: int, prompt: int, new: int) -> list[Request]:

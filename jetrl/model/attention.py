@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from jetrl.kernels.adapters.ops import Heads as AdaptedHeads
 from jetrl.kernels.attention.ops import (
     Heads,
     attend,
@@ -105,12 +106,17 @@ class Attention(Block):
         spec, batch = self.spec, context.batch
         plan, side = batch.plan, batch.side
         y, residual = self.add_norm_for(self.qkv, x, residual, side)
-        qkv = self.qkv.infer(y, side)
         cache = (plan.cache.layer(self.layer), plan.slots) if isinstance(plan, PagedPlan) else None
-        q, k, v = pointwise.qkv_norm_rope(
-            qkv, self.heads, spec.head_dim, self._norms, spec.rms_norm_eps, context.tables, batch.positions, cache,
+        heads = AdaptedHeads(
+            self.heads, spec.head_dim, self._norms, spec.rms_norm_eps, context.tables, batch.positions, cache,
             self.fp8_kv,
         )
+        if self.qkv.lora is not None and self.qkv.bias is None:
+            qkv, begun = self.qkv.base(y, side)
+            assert begun is not None
+            q, k, v = self.qkv.lora.finish_heads(qkv, begun, heads)
+        else:
+            q, k, v = pointwise.qkv_norm_rope(self.qkv.infer(y, side), *heads)
         a: Tensor | QTensor
         if not isinstance(plan, PagedPlan):
             a = attend(q, k, v, plan, self.layer, self.scale).flatten(1)

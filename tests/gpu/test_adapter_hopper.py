@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetrl.kernels.adapters import heads as joined
 from jetrl.kernels.adapters import triton as kernels
+from jetrl.kernels.adapters.ops import Heads
 from jetrl.kernels.adapters.triton import CHAIN, FEW
-from jetrl.kernels.pointwise.ops import add_rms_norm, add_rms_norm_coded, swiglu
+from jetrl.kernels.pointwise.ops import add_rms_norm, add_rms_norm_coded, qkv_norm_rope, swiglu
 from jetrl.kernels.qtensor import Coded, QTensor, Reads
 from jetrl.kernels.quantize.ops import quantize_act
 from jetrl.model import adapter as adapters
@@ -23,6 +25,7 @@ from jetrl.parity.rows import varlen
 from jetrl.precision.lora import GROUPS, Lora
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import SHAPES
+from jetrl.types import LayerCache
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -92,6 +95,43 @@ def test_swiglu_s_kernel_has_the_bits_of_one_op_after_the_other(
                     assert torch.equal(made.codes.view(torch.uint8), want.codes.view(torch.uint8)), m
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["BF16 pages", "FP8 pages"])
+@pytest.mark.parametrize("chosen", [(0, 1, 2), (0, 2), (1,)], ids=str)
+@pytest.mark.parametrize(("rank", "heads", "size"), [(8, (16, 8), 128), (32, (32, 8), 128), (40, (14, 2), 64)], ids=str)
+def test_the_kernel_of_heads_has_the_bits_of_one_op_after_the_other(
+    rank: int, heads: tuple[int, int], size: int, chosen: tuple[int, ...], fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "JOINED", True)
+    g, sections = heads[1], (heads[0] * size, heads[1] * size, heads[1] * size)
+    adapter, rows = adapter_of(rank, (1024, sections, chosen)), 300
+    x, y = drawn(rows, 1024), drawn(rows, sum(sections), seed=1)
+    norms, angles = (drawn(size, seed=2), drawn(size, seed=3)), torch.rand(rows, size // 2, device=CUDA) * 6
+
+    def pages() -> LayerCache:
+        keys = torch.zeros(2, 5, 64, g, size, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=CUDA)
+        scales = torch.zeros(5, g, 64, 2, dtype=torch.bfloat16, device=CUDA) if fp8 else None
+        return LayerCache(keys[0], keys[1], scales)
+
+    with torch.no_grad():
+        whole = adapter(x, y.clone())
+        for m in (1, 7, 16, 17, 64, 65, 256, 257):
+            positions, slots = torch.arange(m, device=CUDA).flip(0), torch.randperm(320, device=CUDA)[:m]
+            slots[m // 2 :: 5] = -1
+            for paged in (False, True):
+                ours, theirs = pages(), pages()
+                of = [
+                    Heads(heads, size, norms, 1e-6, (angles.cos(), angles.sin()), positions,
+                          (cache, slots) if paged else None, fp8)
+                    for cache in (ours, theirs)
+                ]
+                got = adapter.finish_heads(y[:m].clone(), adapter.begin(x[:m]), of[0])
+                want = qkv_norm_rope(whole[:m], *of[1])
+                for one, two in zip(got, want, strict=True):
+                    assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (m, paged)
+                if ours.scales is not None and theirs.scales is not None:
+                    assert torch.equal(ours.scales, theirs.scales), m
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_values_and_gradients_against_float64(size: tuple[int, tuple[int, ...], tuple[int, ...]]) -> None:
     adapter = adapter_of(16, size)
@@ -144,10 +184,15 @@ def _edges(sections: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+@pytest.mark.parametrize("switched", [False, True], ids=["", "FORK and JOINED"])
 @pytest.mark.parametrize("precision", ["fp8", "w8a16", "bf16"])
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "tiny-moe"])
-def test_a_certificate_with_drawn_adapters(precision: str, shape: str) -> None:
+def test_a_certificate_with_drawn_adapters(
+    precision: str, shape: str, switched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packed, chunked, decoded in graphs, with pages that samples share, with drafts; and the adapters are seen."""
+    monkeypatch.setattr(adapters, "FORK", switched)
+    monkeypatch.setattr(joined, "JOINED", switched)
     spec = replace(SHAPES[shape], num_layers=2)
     with torch.device("meta"):
         model = Transformer(spec, build_recipe(precision, 2, lora=Lora(16, 32.0, GROUPS["all"], expert_rank=8)))

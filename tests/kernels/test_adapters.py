@@ -170,6 +170,30 @@ def test_swiglu_after_adapters_has_the_same_instructions(
     _asked_for_at_once(code, chains)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rank", [8, 32, 192])
+def test_heads_after_adapters_have_the_same_instructions(rank: int, fp8: bool) -> None:
+    """A chain over the rank for each half of a head, of q, of k and of v by one code."""
+    pytest.importorskip("triton")
+    from jetrl.kernels.adapters import heads
+
+    home = "*u8" if fp8 else "*bf16"
+    pointers = dict.fromkeys(("qkv", "b", "q_weight", "k_weight", "q_out", "scales"), "*bf16")
+    pointers |= {"k_out": home, "v_out": home, "cos": "*fp32", "sin": "*fp32", "u": "*fp32", "scale": "fp32"}
+    pointers |= {"positions": "*i64", "slots": "*i64"}
+    block = min(128, max(16, 1 << (rank - 1).bit_length()))
+    code = compiled(
+        heads._finish_heads_kernel, pointers, 4, T=16, R=block, RANK=rank, CHAINS=8, UNROLL=8, OF_Q=0, OF_K=-1, OF_V=1,
+        ROW_Q=0, ROW_K=0, ROW_V=4096, N=32, G=8, H=128, HB=64, EPS=1e-6, NORM=True, PAGED=True, PAGE=128, FP8=fp8,
+        FLOOR=0x2B8CBCCC, PDL=True,
+    )
+    assert code.count("tt.dot ") == 2 * -(-rank // block) and "warp_group_dot" not in code
+    assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"} and "math.fma" not in code.split("tt.dot ")[0]
+    assert not re.search(r"local_alloc [^\n]*xf32", code)
+    before, after = code.split("griddepcontrol.wait", 1)
+    assert "prefetch.global.L2" in before and "tt.load" not in before and "prefetch" not in after
+
+
 def test_sums_of_chains_are_asked_for_in_equal_parts() -> None:
     pytest.importorskip("triton")
     from jetrl.kernels.adapters.triton import unrolled

@@ -17,13 +17,17 @@ import triton_cases as base
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels.adapters import heads as tq
 from jetrl.kernels.adapters import reference
 from jetrl.kernels.adapters import swiglu as tw
 from jetrl.kernels.adapters import triton as ta
+from jetrl.kernels.adapters.ops import Heads
+from jetrl.kernels.attention import heads as th
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.pointwise import swiglu as ts
 from jetrl.kernels.qtensor import Coded, QTensor
 from jetrl.precision.lora import edges
+from jetrl.types import LayerCache
 
 Case, equal = base.Case, base.equal
 
@@ -153,6 +157,64 @@ def swiglu_cases() -> Iterator[tuple[str, Case]]:
         yield f"SwiGLU after adapters {chosen}, {rows} x {f}, rank {rank}", partial(fused, rows, f, chosen, rank)
 
 
+def heads_cases() -> Iterator[tuple[str, Case]]:
+    """The sum of the base and its adapters in the kernel of norms, RoPE and the cache: bits of one op after the other.
+    """
+    def fused(rows: int, heads: tuple[int, int], h: int, chosen: tuple[int, ...], rank: int, normed: bool) -> None:
+        tq.JOINED, ((n, g), k) = True, (heads, 520)
+        sections = (n * h, g * h, g * h)
+        of_base, own = edges(sections), edges(tuple(sections[i] for i in chosen))
+        places = tuple((of_base[i], at) for i, at in zip(chosen, own, strict=True))
+        x, y = drawn(rows, k, seed=0), drawn(rows, sum(sections), seed=1)
+        a, b = drawn(rank * len(chosen), k, seed=2) * 2**-5, drawn(own[-1][1], rank, seed=3)
+        begun, scale = ta.adapter_begin(x, a, None), 32 / rank**0.5
+        whole = ta.adapter_finish(y.clone(), begun, b, scale, places)
+        norms = (drawn(h, seed=4), drawn(h, seed=5)) if normed else None
+        angles = torch.rand(rows + 7, h // 2, generator=torch.Generator().manual_seed(6)) * 6
+        positions = torch.arange(rows).flip(0) + 3
+        slots = torch.where(torch.arange(rows) % 5 == 3, -1, torch.arange(rows) * 2 + 1)
+        for fp8 in (False, True):
+            for paged in (False, True):
+                def of(keys: LayerCache | None, fp8: bool = fp8) -> Heads:
+                    cache = None if keys is None else (keys, slots)
+                    return Heads(heads, h, norms, 1e-6, (angles.cos(), angles.sin()), positions, cache, fp8)
+
+                ours, theirs = (pages(rows, g, h, fp8) if paged else None for _ in range(2))
+                got = tq.adapter_finish_heads(y.clone(), begun, b, scale, places, of(ours))
+                want = th.qkv_norm_rope(whole, *of(theirs))
+                defined = reference.qkv_norm_rope(whole, *of(pages(rows, g, h, fp8) if paged else None))
+                for name, one, two, three in zip("qkv", got, want, defined, strict=True):
+                    equal(f"{name}, paged {paged}, FP8 {fp8}", bits(one), bits(two))
+                    equal(f"{name} as defined, paged {paged}, FP8 {fp8}", bits(one), bits(three))
+                if paged and fp8:
+                    assert ours is not None and theirs is not None
+                    equal("scales", ours.scales, theirs.scales)
+                    assert bool(ours.scales.any()) and bool(bits(ours.keys).any())
+        assert not torch.equal(whole, y)
+
+    sizes = [
+        (1, (4, 2), 128, (0, 1, 2), 8, True), (17, (3, 1), 64, (0, 1, 2), 32, True),
+        (64, (2, 1), 128, (0, 2), 40, False), (5, (2, 2), 96, (1,), 16, True),
+        (18, (2, 1), 64, (2,), 8, True), (3, (2, 1), 32, (0, 1), 136, False),
+        (2, (2, 1), 16, (0, 1, 2), 8, True), (ta.FEW + 1, (2, 1), 64, (0, 1, 2), 8, True),
+    ]
+    for rows, heads, h, chosen, rank, normed in sizes:
+        what = f"heads after adapters {chosen}, {rows} rows, {heads} of {h}, rank {rank}"
+        yield what, partial(fused, rows, heads, h, chosen, rank, normed)
+
+
+def pages(rows: int, g: int, h: int, fp8: bool) -> LayerCache:
+    """Two for each slot that is written, of 16 tokens."""
+    shape = (-(-2 * rows // 16) + 1, 16, g, h)
+    keys = torch.zeros(2, *shape, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    scales = torch.zeros(shape[0], g, 16, 2, dtype=torch.bfloat16) if fp8 else None
+    return LayerCache(keys[0], keys[1], scales)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
 def expert_cases() -> Iterator[tuple[str, Case]]:
     """Groups as a GPU has them: from multiples of 16 on, rows of padding between, rows of nobody behind."""
     def rows(rank: int) -> None:
@@ -182,4 +244,4 @@ def expert_cases() -> Iterator[tuple[str, Case]]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(base.main([*adapter_cases(), *swiglu_cases(), *expert_cases()]))
+    raise SystemExit(base.main([*adapter_cases(), *swiglu_cases(), *heads_cases(), *expert_cases()]))

@@ -18,6 +18,7 @@ from torch import Tensor
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.qtensor import Coded, QTensor, Reads
+from jetrl.types import LayerCache
 
 Places = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
@@ -27,6 +28,20 @@ class Begun(NamedTuple):
 
     left: Tensor
     codes: QTensor | None
+
+
+class Heads(NamedTuple):
+    """How q, k and v come of the fused projection, and where they are kept: `pointwise.ops.qkv_norm_rope`'s arguments.
+    """
+
+    heads: tuple[int, int]
+    head_dim: int
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+    tables: tuple[Tensor, Tensor]
+    positions: Tensor
+    cache: tuple[LayerCache, Tensor] | None
+    fp8_kv: bool
 
 
 def shrink(x: Tensor, a: Tensor) -> Tensor:
@@ -52,6 +67,14 @@ def finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> 
     """The second half, in place of `y`."""
     _check(y, begun.left.shape[-1], b, places)
     return backend_of(y).adapter_finish(y, begun, b, scale, places)
+
+
+def finish_heads(
+    qkv: Tensor, begun: Begun, b: Tensor, scale: float, places: Places, of: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pointwise.ops.qkv_norm_rope` of what `finish` makes of `qkv`. What is in `qkv` afterwards is not said."""
+    _check(qkv, begun.left.shape[-1], b, places)
+    return backend_of(qkv).adapter_finish_heads(qkv, begun, b, scale, places, of)
 
 
 def finish_swiglu(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels.adapters.ops import Begun, Places
+from jetrl.kernels.adapters.ops import Begun, Heads, Places
+from jetrl.kernels.attention.reference import qkv_norm_rope
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.experts.reference import rows_of
 from jetrl.kernels.qtensor import Coded, QTensor
@@ -35,6 +36,12 @@ def adapter_begin(x: Tensor, a: Tensor, pow2: bool | None) -> Begun:
 
 def adapter_finish(y: Tensor, begun: Begun, b: Tensor, scale: float, places: Places) -> Tensor:
     return adapter_expand(y, begun.left, b, scale, places, y)
+
+
+def adapter_finish_heads(
+    qkv: Tensor, begun: Begun, b: Tensor, scale: float, places: Places, of: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv_norm_rope(adapter_finish(qkv, begun, b, scale, places), *of)
 
 
 def adapter_finish_swiglu(

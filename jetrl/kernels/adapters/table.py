@@ -13,5 +13,6 @@ OPS = (
     Op("adapter_expand_rows_backward", reference="adapters.reference", hopper="adapters.triton"),
     Op("adapter_begin", reference="adapters.reference", hopper="adapters.triton"),
     Op("adapter_finish", reference="adapters.reference", hopper="adapters.triton"),
+    Op("adapter_finish_heads", reference="adapters.reference", hopper="adapters.heads"),
     Op("adapter_finish_swiglu", reference="adapters.reference", hopper="adapters.swiglu"),
 )

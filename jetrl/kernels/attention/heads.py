@@ -12,6 +12,8 @@ Legend: `T` tokens, `N` query heads, `G` key/value heads, `H` head size.
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,7 @@ _HEADS = 16  # heads per program
 
 
 @triton.jit
-def _quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
+def quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
     """`stored` of both halves [R, HB] of R heads, and the scales [R] that the halves share."""
     y1, y2 = y1.to(tl.float32), y2.to(tl.float32)
     scale = scale_from(tl.maximum(tl.max(abs_bits(y1), axis=1), tl.max(abs_bits(y2), axis=1)), FLOOR, True)
@@ -82,7 +84,7 @@ def _qkv_kernel(
         row = tl.load(slots + token)
     z1, z2 = y1, y2
     if FP8:
-        z1, z2, scale = _quantize_halves(y1, y2, PAGED, FLOOR)
+        z1, z2, scale = quantize_halves(y1, y2, PAGED, FLOOR)
         if PAGED:
             to_scale = scales + scale_place(row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
             tl.store(to_scale, scale.to(tl.bfloat16), mask=(is_q == 0) & (head < N + 2 * G) & (row >= 0))
@@ -160,6 +162,39 @@ def _qkv_backward_kernel(
         tl.store(to_q + H + H // 2, tl.sum(tl.where(is_q, 0.0, sum2), axis=0), mask=inside)
 
 
+class Home(NamedTuple):
+    """Where heads are kept, as kernels take it, and what is returned of it: q, and k and v or the cache's."""
+
+    slots: Tensor
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    scales: Tensor
+    page: int
+    found: tuple[Tensor, Tensor, Tensor]
+
+
+def home_of(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, positions: Tensor, cache: tuple[LayerCache, Tensor] | None,
+    fp8_kv: bool,
+) -> Home:
+    """That of the heads of `qkv`: the paged `cache`, or new tensors; the rest as `qkv_norm_rope` takes it."""
+    (n, g), t = heads, qkv.shape[0]
+    q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if cache is None:
+        keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
+        return Home(positions, q, keys, values, q, 1, (q, keys, values))  # slots, scales and pages are not in use
+    layer, slots = cache
+    keys, values = layer.keys, layer.values
+    assert keys.is_contiguous() and values.is_contiguous()
+    assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
+    if layer.scales is None:
+        return Home(slots, q, keys, values, q, 1, (q, keys, values))
+    assert layer.scales.is_contiguous() and layer.scales.dtype == torch.bfloat16
+    codes = keys.view(torch.uint8), values.view(torch.uint8)
+    return Home(slots, q, *codes, layer.scales, keys.shape[1], (q, keys, values))
+
+
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
@@ -171,32 +206,18 @@ def qkv_norm_rope(
     own keys and values. `fp8_kv`: the cache gets codes and scales; without a cache, k and v come as `round_heads` makes
     them.
     """
-    n, g = heads
-    t = qkv.shape[0]
+    (n, g), t = heads, qkv.shape[0]
     rows_view(qkv)
-    q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
-    page, scales = 1, q  # not in use
-    if cache is None:
-        keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
-        k_out, v_out, slots = keys, values, positions
-    else:
-        layer, slots = cache
-        k_out, v_out = keys, values = layer.keys, layer.values
-        assert keys.is_contiguous() and values.is_contiguous()
-        assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
-        if layer.scales is not None:
-            assert layer.scales.is_contiguous() and layer.scales.dtype == torch.bfloat16
-            k_out, v_out, scales, page = keys.view(torch.uint8), values.view(torch.uint8), layer.scales, keys.shape[1]
-    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
+    to, q_weight, k_weight = home_of(qkv, heads, head_dim, positions, cache, fp8_kv), *(norms or (qkv, qkv))
     r = 16
     if t:
         _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
-            qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, k_out, v_out, scales, qkv.stride(0),
-            N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
-            PAGED=cache is not None, PAGE=page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False,
-            **LAUNCH,
+            qkv, q_weight, k_weight, tables[0], tables[1], positions, to.slots, to.q, to.keys, to.values, to.scales,
+            qkv.stride(0), N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps,
+            NORM=norms is not None, PAGED=cache is not None, PAGE=to.page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4,
+            enable_fp_fusion=False, **LAUNCH,
         )
-    return q, keys, values
+    return to.found
 
 
 def qkv_norm_rope_backward(

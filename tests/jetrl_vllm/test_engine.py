@@ -364,8 +364,10 @@ def test_a_warm_start_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = {"sft.steps": 2, "sft.batch_size": 4, "sft.cache_dir": str(tmp_path / "warm"), "precision": "fp8"}
     config = tiny_config(tmp_path, BASE | settings)
     assert loop.run_sft(config).is_dir()
-    with pytest.raises(UserError, match="vLLM is not installed"):
+    with pytest.raises(UserError, match="multiples of 128"):  # what no installation cures comes first
         prepare(config)
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        prepare(tiny_config(tmp_path, BASE | settings | {"vllm.partial_blocks": "bf16"}))
 
 
 def test_scales_of_the_cache_are_measured_on_the_steps_own_sequences(

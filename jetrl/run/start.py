@@ -185,16 +185,19 @@ def summarize(run_dir: Path, console: Console) -> None:
     run = load_runs([run_dir])[0]
     numbers = headline(run)
     next_commands = [("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html"))]
-    if newest(run_dir / "checkpoints") is not None:
+    losses = [loss for row in run.rows if (loss := held_out_loss_of(row)) is not None]
+    if (last := newest(run_dir / "checkpoints")) is not None:
         whose = "" if run.engine == "jetrl" else " (with jetrl's engine)"
         next_commands += [
             (f"certify the trained model, bit for bit{whose}", f"jetrl parity {quote(str(run_dir))}"),
             ("write it as a Hugging Face folder", f"jetrl export {quote(str(run_dir))} my-model"),
         ]
+        if losses:
+            next_commands.append(("go on with rewards", f"jetrl train RECIPE model.path={quote(str(last / 'model'))}"))
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, parity_missing=numbers.parity_missing,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
         constant=never_moved(run.rows), next_commands=next_commands,
-        losses=[loss for row in run.rows if (loss := held_out_loss_of(row)) is not None],
+        losses=losses,
     )

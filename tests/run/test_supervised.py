@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import ARCH, numbers, saved, tiny_config, tiny_run
 
 from jetrl.config import load_config, resolve
@@ -24,6 +26,7 @@ from jetrl.run.preview import preview
 from jetrl.run.replay.bisect import bisect
 from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build
+from jetrl.run.start import summarize
 from jetrl.run.supervised import held_out_loss
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,6 +68,9 @@ def test_it_learns_and_measures_held_out_answers(tmp_path: Path):
     for again in (lambda: replay(run_dir, 2, "update"), lambda: bisect(run_dir, tmp_path)):
         with pytest.raises(UserError, match=r'learned given answers .method = "sft".: nothing was sampled'):
             again()
+    said = Console(file=io.StringIO(), width=300)
+    summarize(run_dir, said)
+    assert f"model.path={run_dir}/checkpoints/step_000012/model" in said.file.getvalue()
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path):

@@ -6,7 +6,7 @@ import pytest
 from entered import Count, counts
 
 # (files, depth). What was counted last is in docs/LOG.md; whoever needs more raises a number here and says why there.
-MOST = {"an RL step": (123, 25), "engine.step": (34, 18), "update": (49, 22)}
+MOST = {"an RL step": (124, 26), "engine.step": (34, 20), "update": (49, 22)}
 
 
 @pytest.fixture(scope="module")

@@ -112,9 +112,7 @@ class Attention(Block):
             self.fp8_kv,
         )
         if self.qkv.lora is not None and self.qkv.bias is None:
-            qkv, begun = self.qkv.base(y, side)
-            assert begun is not None
-            q, k, v = self.qkv.lora.finish_heads(qkv, begun, heads)
+            q, k, v = self.qkv.lora.finish_heads(*self.qkv.base(y, side), heads)
         else:
             q, k, v = pointwise.qkv_norm_rope(self.qkv.infer(y, side), *heads)
         a: Tensor | QTensor

@@ -115,6 +115,13 @@ class _Bias(torch.autograd.Function):
         return dy, dy.to(torch.float32).sum(0).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None
 
 
+def _both(x: Tensor | QTensor | Coded) -> tuple[Tensor | None, QTensor | None]:
+    """The values and the codes of an input, as far as it has them."""
+    if isinstance(x, Coded):
+        return x.values, x.codes
+    return (None, x) if isinstance(x, QTensor) else (x, None)
+
+
 class FlowLinear(HoldsMasters):
     """`y = x @ W.T (+ bias)`, x [T, K] -> [T, N]. `sections` are the row counts of the projections fused into W.
 
@@ -310,21 +317,18 @@ class FlowLinear(HoldsMasters):
 
     def infer(self, x: Tensor | QTensor | Coded, side: Side) -> Tensor:
         """`forward` without a gradient; the kernel before may have quantized `x` where codes are read (`reads`)."""
-        y, begun = self.base(x, side)
-        if self.lora is not None and begun is not None:
-            y = self.lora.finish(y, begun)
+        if self.lora is None:
+            y = self._base(*_both(x), self.reads(side).pow2)
+        else:
+            y = self.lora.finish(*self.base(x, side))
         if self.published_bias is not None:
             y = add(y, self.published_bias)
         return y
 
-    def base(self, x: Tensor | QTensor | Coded, side: Side) -> tuple[Tensor, Begun | None]:
-        """W x, rounded, without a bias, and what adapters will add to it, if there are any (`Adapter.finish`)."""
-        pow2 = self.reads(side).pow2
-        codes = x.codes if isinstance(x, Coded) else x if isinstance(x, QTensor) else None
-        values = x.values if isinstance(x, Coded) else x if isinstance(x, Tensor) else None
-        if self.lora is None:
-            return self._base(values, codes, pow2), None
-        assert values is not None, "adapters read the BF16 input, never its codes"
+    def base(self, x: Tensor | QTensor | Coded, side: Side) -> tuple[Tensor, Begun]:
+        """W x, rounded, without a bias, and what adapters will add to it (`Adapter.finish`)."""
+        (values, codes), pow2 = _both(x), self.reads(side).pow2
+        assert self.lora is not None and values is not None, "adapters read the BF16 input, never its codes"
         if pow2 is not None and codes is None:
             begun = self.lora.begin(values, pow2)
             return self._base(values, begun.codes, pow2), begun

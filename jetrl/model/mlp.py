@@ -60,9 +60,7 @@ def infer_swiglu(
     """`swiglu(gate_up(x))` [T, F] without gradients, as `down` reads it, from as few kernels as there are for that."""
     reads = down.reads(side)
     if gate_up.lora is not None and gate_up.bias is None:
-        y, begun = gate_up.base(x, side)
-        assert begun is not None
-        return gate_up.lora.finish_swiglu(y, begun, reads)
+        return gate_up.lora.finish_swiglu(*gate_up.base(x, side), reads)
     y = gate_up.infer(x, side)
     if reads.values or reads.pow2 is None:
         return pointwise.swiglu(y)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -25,6 +25,7 @@ from rich.text import Text
 from jetrl.errors import UserError
 from jetrl.report.hints import NO_SIGNAL, ConstantRewards, Hints
 from jetrl.report.run import Headline, held_out_name
+from jetrl.report.terminal import Lasting
 from jetrl.report.text import (
     ASCII_BLOCKS,
     BLOCKS,
@@ -50,11 +51,20 @@ _MAX_WIDTH = 100
 class Output(Console):
     """A rich console on which text of others is text: control characters are spelled out, and brackets are no markup.
 
-    It reports a closed pipe; rich itself would end the program silently.
+    It reports a closed pipe; rich itself would end the program silently. A terminal that is gone ends nothing.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes."""
+        return cast(IO[str], Lasting(super().file))
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:  # type: ignore[override]
         """What all printing goes through: rich's own control codes pass, those in texts do not."""

@@ -17,7 +17,6 @@ all do what the first one wants. Rewards, which rank 0 computes, are waited for.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from typing import Any, Literal
 from jetrl.parallel.agreement import GivenUp, together
 from jetrl.parallel.launch import stop_signals
 from jetrl.parallel.world import ALONE, World
+from jetrl.report.terminal import forget_closed_terminal
 
 __all__ = ["GivenUp", "StopRequest"]
 
@@ -104,7 +104,7 @@ class StopRequest:
             raise GivenUp
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        _forget_closed_terminal()
+        forget_closed_terminal()
         hurries = number != signal.SIGINT and self._waits
         if self.asked and number not in _STOPS and not hurries:
             return
@@ -144,17 +144,3 @@ def _left_out(phase: Phase) -> str:
     if phase == "checkpoint":
         return "the checkpoint that was being written is not; the one before it is intact"
     return "the current step is not saved"
-
-
-def _forget_closed_terminal() -> None:
-    """Where the terminal is gone, nothing is written to it any more: that would fail before the run is saved."""
-    try:
-        import termios
-    except ImportError:  # not a Unix
-        return
-    for file in (1, 2):
-        try:
-            termios.tcgetattr(file)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), file)

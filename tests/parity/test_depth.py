@@ -135,7 +135,7 @@ def test_vllm_that_is_not_there_is_said_before_anything_is_built(monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(Subject, "published", lambda self: pytest.fail("built"))
     with pytest.raises(UserError, match="vLLM is not installed"):
-        depths_of(subject(), DepthWork(64, 4), "vllm", quiet)
+        depths_of(subject("bf16"), DepthWork(64, 4), "vllm", quiet)
 
 
 def test_an_engine_beside_is_measured_on_the_same_model_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from jetrl.engine.settings import EngineSettings
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.types import ForwardBatch, PagedPlan, Request, VarlenPlan, WeightSet
+from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, VarlenPlan, WeightSet
 
 VOCAB, HIDDEN = 40, 16
 SPEC = ModelSpec(
@@ -136,3 +136,17 @@ def learners_logprobs(model: Transformer, tokens: list[int]) -> list[float]:
     expected, _ = model.token_logprobs(hidden[:-1], whole[1:], 1.0)
     assert expected.requires_grad
     return expected.tolist()
+
+
+def suspended_every(steps: int, engine: PagedEngine, requests: list[Request]) -> list[Completion]:
+    """The completions of requests that are suspended and resumed after each so many steps."""
+    done: list[Completion] = []
+    engine.add(requests)
+    while engine.has_work:
+        for _ in range(steps):
+            if engine.has_work:
+                engine.step()
+        held = engine.suspend()
+        done += engine.collect()
+        engine.resume(held)
+    return done + engine.collect()

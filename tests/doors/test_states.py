@@ -12,7 +12,7 @@ import torch
 from doors import hybrid
 from doors.hybrid import KINDS, WIDTH, MovingAverage, register, spec_of
 from enlarged import enlarged
-from hash_model import BurstRunner, Letters, learners_logprobs
+from hash_model import BurstRunner, Letters, learners_logprobs, suspended_every
 from replays import Static, graph_cache
 from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
 
@@ -108,16 +108,7 @@ def test_suspended_requests_go_on_with_their_states(kind: str) -> None:
     """A state is made again from the tokens, as keys are: nothing of it is in what is suspended."""
     model = model_of(kind)
     expected = {c.request_id: c for c in engine_of(model).generate(requests())}
-    engine, done = engine_of(model, page_size=4, max_num_seqs=5), list[Completion]()
-    engine.add(requests())
-    while engine.has_work:
-        for _ in range(5):
-            if engine.has_work:
-                engine.step()
-        held = engine.suspend()
-        done += engine.collect()
-        engine.resume(held)
-    done += engine.collect()
+    done = suspended_every(5, engine_of(model, page_size=4, max_num_seqs=5), requests())
     assert len(done) == 25 and all(c == expected[c.request_id] for c in done)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from enlarged import enlarged
-from hash_model import BurstRunner, Letters, learners_logprobs
+from hash_model import BurstRunner, Letters, learners_logprobs, suspended_every
 from run.test_carried import RAGGED, plain
 from tiny import HYBRID, numbers, tiny_run, weights_hash
 
@@ -222,16 +222,8 @@ def test_suspended_requests_go_on() -> None:
     model = enlarged(SPEC, build_recipe("bf16", 2))
     plain = engine_of(model).generate(requests())
     expected = {c.request_id: c for c in plain}
-    engine, done = engine_of(model, 7, (followers(requests(), plain), 0.8), page_size=4, max_num_seqs=6), []
-    engine.add(requests())
-    while engine.has_work:
-        for _ in range(3):
-            if engine.has_work:
-                engine.step()
-        held = engine.suspend()
-        done += engine.collect()
-        engine.resume(held)
-    done += engine.collect()
+    engine = engine_of(model, 7, (followers(requests(), plain), 0.8), page_size=4, max_num_seqs=6)
+    done = suspended_every(3, engine, requests())
     assert len(done) == len(expected) and all(c == expected[c.request_id] for c in done)
 
 

@@ -77,7 +77,7 @@ REACHED_THROUGH = {
     "huggingface/config": "huggingface/read",
     "kernels/gemm/deepgemm": "kernels/gemm/table",
     "kernels/experts/deepgemm": "kernels/experts/table",
-    "kernels/attention/flash": "kernels/attention/table",
+    "kernels/attention/flash": "kernels/attention/by_head",
     "kernels/pointwise/reference": "kernels/pointwise/table",
     "kernels/quantize/reference": "kernels/quantize/table",
     "model/attention": "model/blocks",

@@ -21,19 +21,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import RESULTS, environment, median, require_gpu, save, saved_rows, table, timed
 from torch.profiler import ProfilerActivity, profile
-from whole_model import engine_of, requests_of, update_config, update_of
+from whole_model import Row, engine_of, must_offload, requests_of, spec_of, update_config, update_of, with_row
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.model.transformer import Transformer
 from jetrl.spec import SHAPES
 
-Row = dict[str, Any]
 _CASE = ("shape", "what", "layers", "precision", "kv_cache", "kernels", "batch", "context", "tokens", "micro",
          "checkpointing", "offload")
 
@@ -62,7 +60,7 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 def by_name(events: list[tuple[str, float, float]], steps: int) -> Profiled:
     """Events (name, start and end in microseconds) of `steps` steps as a table of one step, the longest first."""
     if not events:
-        raise SystemExit("the profiler saw no kernel: it needs a machine on which CUPTI may count")
+        return Profiled([], 0.0, 0.0, 0.0)
     found: dict[str, list[float]] = {}
     for name, start, end in events:
         found.setdefault(name, []).append(end - start)
@@ -146,12 +144,11 @@ def decode(model: Transformer, args: argparse.Namespace, batch: int) -> tuple[Pr
 
 def updates(args: argparse.Namespace) -> Iterator[tuple[Profiled, Row]]:
     """One update. The first update compiles, the second is timed, the third profiled."""
-    spec = SHAPES[args.shape]
-    config = update_config(
-        spec, args.precision, args.device, args.length, args.micro, args.kernels, offload=args.offload
-    )
+    spec, again = spec_of(args.shape, args.layers), args.checkpointing
+    sizes = spec, args.precision, args.device, args.length, args.micro, args.kernels
+    offload = args.offload == "on" or args.offload == "auto" and must_offload(*sizes, again)
+    config = update_config(*sizes, offload, again)
     model = random_model(args.shape, args.precision, args.device, args.layers, masters=True, kernels=args.kernels)
-    model.activation_checkpointing = args.checkpointing
     step = update_of(model, config, args.tokens, args.length)
     step()
     ms, peak = timed(step)
@@ -161,8 +158,8 @@ def updates(args: argparse.Namespace) -> Iterator[tuple[Profiled, Row]]:
         return 1
 
     found = profiled_calls(once, args.device)
-    row = {"tokens": args.tokens, "length": args.length, "micro": args.micro, "checkpointing": args.checkpointing}
-    row |= {"offload": args.offload, "wall us": ms * 1e3}
+    row = {"tokens": args.tokens, "length": args.length, "micro": args.micro, "checkpointing": again}
+    row |= {"offload": offload, "wall us": ms * 1e3}
     yield found, row | ({"peak GiB": peak} if args.device == "cuda" else {})
 
 
@@ -193,7 +190,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
     parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
     parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
-    parser.add_argument("--offload", action="store_true", help="update: moments in host memory")
+    parser.add_argument("--offload", choices=["auto", "on", "off"], default="auto",
+                        help="update: moments in host memory; auto: where the GPU's is not enough, by prediction")
     parser.add_argument("--top", type=int, default=30, help="lines of the table; the file has all kernels")
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU; nothing is kept")
     parser.add_argument("--name", default="profile")
@@ -212,15 +210,15 @@ def main(arguments: list[str] | None = None) -> None:
         require_gpu()
     for found, row in decodes(args) if args.what == "decode" else updates(args):
         row |= {"shape": args.shape, "what": args.what, "precision": args.precision, "kernels": args.kernels}
-        row |= {"layers": args.layers or SHAPES[args.shape].num_layers, "idle us": found.span - found.busy}
+        row |= {"layers": spec_of(args.shape, args.layers).num_layers, "idle us": found.span - found.busy}
+        if not found.kernels:
+            raise SystemExit("the profiler saw no kernel: it needs a machine that lets CUPTI trace")
         row |= {"kernels us": found.total, "busy us": found.busy, "by kernel": found.kernels}
         print(shown(found, row, args.top), flush=True)
         if args.tiny:
             continue
-        old = [
-            r for r in saved_rows(args.out / f"{args.name}.json") if any(r.get(key) != row.get(key) for key in _CASE)
-        ]
-        print(save(args.name, [*old, row | {"environment": environment()}], args.out))
+        row["environment"] = environment()
+        print(save(args.name, with_row(saved_rows(args.out / f"{args.name}.json"), row, _CASE), args.out))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ def test_kernels_are_summed_by_name_and_overlaps_are_busy_once() -> None:
     ]
     assert sum(k["share"] for k in found.kernels) == pytest.approx(1.0)
     assert (found.total, found.busy, found.span) == (4.75, 4.0, 6.0)
-    with pytest.raises(SystemExit, match="saw no kernel"):
-        profile_step.by_name([], 1)
+    assert profile_step.by_name([], 1) == profile_step.Profiled([], 0.0, 0.0, 0.0)
 
 
 def test_each_kind_of_shape_has_a_recipe_for_its_update() -> None:
@@ -31,9 +30,9 @@ def test_each_kind_of_shape_has_a_recipe_for_its_update() -> None:
 
 @pytest.mark.parametrize("what", ["decode", "update"])
 def test_a_tiny_hybrid_runs_on_the_cpu(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    profile_step.main(["--tiny", "--shape=tiny-hybrid", f"--what={what}", "--top=40"])
+    profile_step.main(["--tiny", "--shape=tiny-hybrid", "--layers=1", f"--what={what}", "--top=40"])
     case, header, *rows = capsys.readouterr().out.splitlines()
-    assert case.startswith(f"shape=tiny-hybrid what={what} layers=4 precision=fp8")
+    assert case.startswith(f"shape=tiny-hybrid what={what} layers=1 precision=fp8")
     assert header.split() == ["us", "calls", "us", "a", "call", "share", "name"]
     assert len(rows) == 40 and any(row.split()[-1] == "aten::mm" for row in rows)
     assert 0 < float(rows[-1].split()[0]) <= float(rows[0].split()[0])

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import bench_hybrid
 import pytest
 from profile_step import by_name
-from whole_model import delta_kernels, delta_layers, floor_ms, flops_of_update, spec_of, state_bytes, weights_of
+from whole_model import (
+    delta_kernels,
+    delta_layers,
+    floor_ms,
+    flops_of_update,
+    peer_rows,
+    spec_of,
+    state_bytes,
+    weights_of,
+)
 
 NINE = spec_of("qwen3.5-9b", None)
 
@@ -50,6 +60,20 @@ def test_the_kernels_of_the_delta_rule_are_found() -> None:
 def test_names_say_what_is_not_usual() -> None:
     assert bench_hybrid.name_of("jetrl fp8", "auto", "bf16") == "jetrl fp8"
     assert bench_hybrid.name_of("jetrl fp8", "triton", "fp8") == "jetrl fp8 triton kv8"
+
+
+def test_another_engines_rows_have_our_floor(tmp_path: Path) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, sys\n"
+        "n = int(sys.argv[1])\n"
+        "print('VBENCH ' + json.dumps({'engine': 'x-1', 'out_tok_s': 10.0 * n, 'decode_tok_s': 100.0 * n}))\n"
+    )
+    command = f"{sys.executable} {script} {{batch}} {{kv}}"
+    few, many = peer_rows(command, "fp8 kv8", NINE, "rollout", [(64, 512, 1024, 1), (256, 512, 1024, 1)])
+    assert (few["engine"], few["peer"], few["tokens/s"], many["tokens/s"]) == ("peer fp8 kv8", "x-1", 640.0, 2560.0)
+    assert few["step_ms"] == many["step_ms"] == 10.0
+    assert many["share of floor"] == pytest.approx(floor_ms(NINE, True, 256, 1024, kv_cache="fp8") / 10)
 
 
 @pytest.mark.slow

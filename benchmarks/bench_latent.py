@@ -149,27 +149,35 @@ def calls_of(s: LatentSizes, count: int, length: int, device: str) -> dict[str, 
 
 
 def forms(args: argparse.Namespace) -> Iterator[Row]:
-    """Decode attention of a layer with the warps and stages that its programs of few rows may have."""
-    from jetrl.kernels.attention import latent_triton
+    """Decode attention of a layer with the warps and stages that its programs of few rows may have, and by tiles and
+    columns (`latent_split`)."""
+    from jetrl.kernels.attention import latent_split, latent_triton
 
     s, g = sizes_of(spec_of(args.shape, args.layers)), torch.Generator().manual_seed(1)
-    default = latent_triton.form_of(16, latent.STEPS["hopper"])
-    for batch, keys in ((64, 1024), (64, 4096), (256, 1536), (1, 8192)):
+    for batch, keys in ((64, 1024), (64, 4096), (256, 1536), (1, 1024), (1, 8192), (4, 8192), (16, 8192), (32, 2048)):
         _, plan = decode_of_groups(s, batch, 1, keys - 512, "cuda")
         shape = int(plan.block_table.max()) + 1, PAGE, s.rank + s.rope
         q = torch.randn(batch, s.heads, s.rank + s.rope, generator=g).to("cuda", torch.bfloat16)
-        row, pages = q[:, 0].contiguous(), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        pages = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-        def call(form: tuple[int, int], *given: Any) -> torch.Tensor:
-            with mock.patch.object(latent_triton, "form_of", lambda rows, steps: form):
+        def call(form: tuple[int, int] | None, *given: Any) -> torch.Tensor:
+            with (
+                mock.patch.object(latent_triton, "form_of", lambda *asked: form),
+                mock.patch.object(latent_split, "SEQUENCES", 0 if form else 1 << 20),
+            ):
                 return backend_of(given[0]).latent_attend_cached(*given)  # type: ignore[no-any-return]
 
-        given = q, row, pages, replace(plan, shared=None), 0.05, s
+        given = q, None, pages, replace(plan, shared=None), 0.05, s
+        programs = batch * -(-keys // latent_triton.CHUNK)
+        default = latent_triton.form_of(16, programs, latent.STEPS["hopper"])
+        default_form = None if batch <= latent_split.SEQUENCES else default
+        tried = [None, *itertools.product((4, 8), (1, 2, 3))] if batch <= 64 else itertools.product((4, 8), (1, 2, 3))
         calls = {
-            f"decode, {form[0]} warps, {form[1]} stages" + " (default)" * (form == default): partial(call, form, *given)
-            for form in itertools.product((4, 8), (1, 2, 3, 4))
+            (f"decode, {form[0]} warps, {form[1]} stages" if form else "decode, split")
+            + " (default)" * (form == default_form): partial(call, form, *given)
+            for form in tried
         }
-        want = call(default, *given)
+        want = call((4, 1), *given)
         equal = {name: torch.equal(one(), want) for name, one in calls.items()}
         for name, found in interleaved(calls, rounds=args.repeats * 5).items():
             us = median(found)

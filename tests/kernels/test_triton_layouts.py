@@ -19,7 +19,15 @@ from jetrl.kernels import tiles
 from jetrl.kernels.attention import decode_chain as chain
 from jetrl.kernels.attention import decode_shared as shared
 from jetrl.kernels.attention import decode_split as split
-from jetrl.kernels.attention import latent, latent_chain, latent_shared, latent_triton, portable_few
+from jetrl.kernels.attention import (
+    latent,
+    latent_chain,
+    latent_products,
+    latent_shared,
+    latent_split,
+    latent_triton,
+    portable_few,
+)
 from jetrl.kernels.gemm import coded_rows as coded
 from jetrl.kernels.quantize import e4m3
 from jetrl.kernels.quantize import triton as tq
@@ -54,7 +62,8 @@ def compiled(
     if kernel in (shared._shared_kernel, portable_few._few_kernel) and fp8:
         kinds["scales"] = "*i32"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-    whole = ("n", "x_stride", "codes_stride")  # multiples of 16, as launches find them
+    whole = ("n", "x_stride", "codes_stride", "x_token", "x_head", "kv_token", "w_head", "w_k", "w_out", "out_token")
+    # multiples of 16, as launches find them
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in whole
@@ -199,16 +208,40 @@ def test_shared_latents_fit_and_are_multiplied_as_a_sequences_own(backend: str, 
     steps = latent.STEPS[backend]
     sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "CHUNK": 1024, "UNIT": 128, "TILE": steps.tile}
     few = {"ROWS": 16, "ONE": True, "WHOLE": False, "LSE": False}
+    mma, columns = "mma", {"ROWS": 16, "COLUMNS": 64, "WHOLE": False}
     for kernel, more, warps, stages, word in (
-        (latent_shared._shared_kernel, {"ROWS": steps.shared, "S": 4}, 8, 2, "wgmma" if backend == "hopper" else "mma"),
-        (latent_triton._rows_kernel, few, 4, steps.stages, "mma"),
+        (latent_shared._shared_kernel, {"ROWS": steps.shared, "S": 4}, 8, 2, "wgmma" if backend == "hopper" else mma),
+        *((latent_triton._rows_kernel, few, 4, stages, mma) for stages in sorted(set(steps.stages))),
+        (latent_split._scores_kernel, {"ROWS": 16}, 4, 1, mma), (latent_split._values_kernel, columns, 4, 4, mma),
     ):
         pointers = dict.fromkeys(("queries", "keys", "done"), "*i32")
         pointers |= {"rows": "*bf16", "lse": "*fp32", "natural": "fp32"}
         done = compiled(kernel, False, arch, pointers, (warps, stages), **sizes, **more, PDL=arch >= 90)
         code = done.asm["ttgir"]
-        assert ("warp_group_dot " in code) == (word == "wgmma") and ("tt.dot " in code) == (word == "mma")
+        assert ("warp_group_dot " in code) == (word == "wgmma") and ("tt.dot " in code) == (word == mma)
         assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
         assert resources.used(done.asm["cubin"])["stack"] == 0
         assert done.metadata.shared <= (227 if backend == "hopper" else 99) * 1024
+        if stages > 2:
+            pending = re.search(r"async_wait .*num = (\d)", code)
+            assert pending is not None and int(pending[1]) > 0, "while a tile is computed, the next one is on its way"
     assert latent_shared.add_tile is latent_chain.add_tile is latent_triton.add_tile, "one order of operations"
+    assert latent_split.add_scores is latent_chain.add_scores and latent_split.scores_of is latent_chain.scores_of
+
+
+def test_products_of_latents_fit() -> None:
+    """What enters and what leaves latent attention, of few tokens and of many."""
+    import triton.language as tl
+
+    sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "P": 128, "STEP": 64, "DTYPE": tl.bfloat16, "POW2": False}
+    enter: dict[str, Any] = {"EPS": 1e-6, "PAGED": True, "FEW": latent_products._ROWS}
+    lift: dict[str, Any] = {"K": 512, "COLUMNS": 128, "COPIED": 0, "w_k": 1}
+    pointers = dict.fromkeys(("kv", "w", "norm", "rows"), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
+    pointers |= {"cos": "*fp32", "sin": "*fp32"}
+    for kernel, more in (
+        (latent_products._enter_kernel, {**enter, "B": 64}), (latent_products._enter_kernel, {**enter, "B": 128}),
+        (latent_products._product_kernel, {**lift, "B": 128}), (latent_products._product_kernel, {**lift, "B": 32}),
+    ):
+        done = compiled(kernel, False, 90, pointers, (4, 3), **sizes, **more)
+        assert done.asm["ttgir"].count("warp_group_dot ") == 1
+        assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 113 * 1024

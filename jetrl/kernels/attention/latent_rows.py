@@ -107,6 +107,19 @@ def _copy_queries(qc, qr, q, token0, low, high, mine, N: gl.constexpr, L: gl.con
 
 
 @gluon.jit
+def _shared(L: gl.constexpr, R: gl.constexpr):
+    """Queries; two tiles of latents and of shared keys; weights; ones."""
+    qc = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, L], _WIDE)
+    qr = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, R], _WIDE)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [2, _TILE, L], _WIDE)
+    key_ring = gl.allocate_shared_memory(gl.bfloat16, [2, _TILE, R], _WIDE)
+    p_slot = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, _TILE], _WIDE)
+    ones = gl.allocate_shared_memory(gl.bfloat16, [_TILE, 16], _NARROW)
+    ones.store(gl.full([_TILE, 16], 1.0, gl.bfloat16, layout=gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])))
+    return qc, qr, ring, key_ring, p_slot, ones
+
+
+@gluon.jit
 def _arrived():
     """All that this program copied is here for the tensor core, and all of it is done with what it computed before."""
     async_copy.wait_group(0)
@@ -201,13 +214,7 @@ def rows_kernel(
     begun = chunk * CHUNK
     end = gl.minimum(begun + CHUNK, pos0 + mine)
     if (mine > 0) & (begun < end) & (row0 < high) & (row0 + mine > low):
-        qc = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, L], _WIDE)
-        qr = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, R], _WIDE)
-        ring = gl.allocate_shared_memory(gl.bfloat16, [2, _TILE, L], _WIDE)
-        key_ring = gl.allocate_shared_memory(gl.bfloat16, [2, _TILE, R], _WIDE)
-        p_slot = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, _TILE], _WIDE)
-        ones = gl.allocate_shared_memory(gl.bfloat16, [_TILE, 16], _NARROW)
-        ones.store(gl.full([_TILE, 16], 1.0, gl.bfloat16, layout=gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])))
+        qc, qr, ring, key_ring, p_slot, ones = _shared(L, R)
         pages = table + sequence * width
         page = origin
         if PAGE > 0:

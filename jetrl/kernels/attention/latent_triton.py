@@ -206,13 +206,13 @@ def _rows_kernel(
 def _merge_kernel(
     tops, sums, accs, queries, keys, out, lse, scale, natural, low, first, sequences, all_tokens, chunks,
     N: tl.constexpr, L: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr, BB: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The chunks of one row (token, head), from the first to the last. TOKENS: of a block, if not 0; blocks that have
+    """The chunks of HEADS heads of a token, from the first to the last. TOKENS: of a block, if not 0; blocks that have
     one chunk are final."""
     begin(PDL)
-    inside = tl.program_id(0).to(tl.int64)
-    token, head = low + inside // N, inside % N
+    inside = tl.program_id(0).to(tl.int64) * HEADS
+    token = low + inside // N
     b = tl.arange(0, BB)
     starts = tl.load(queries + b, mask=b < sequences, other=0x7FFFFFFF) - first
     sequence = tl.sum((starts <= token).to(tl.int32), axis=0) - 1
@@ -224,22 +224,24 @@ def _merge_kernel(
         left = left & (_is_alone(token - start, depth - count, count, TOKENS, CHUNK) == 0)
     if left:
         live = (depth - count + token - start) // CHUNK + 1
-        e = tl.arange(0, L)
-        first_part, c = inside * chunks, tl.arange(0, _MAXIMA)
-        tops_of = tl.full([_MAXIMA], float("-inf"), tl.float32)
+        e, c = tl.arange(0, L)[None, :], tl.arange(0, _MAXIMA)[None, :]
+        row = inside + tl.arange(0, HEADS)
+        head, at = row % N, row * chunks
+        tops_of = tl.full([HEADS, _MAXIMA], float("-inf"), tl.float32)
         for begun in tl.range(0, live, _MAXIMA, num_stages=1):
-            some = tl.load(tops + first_part + begun + c, mask=begun + c < live, other=float("-inf"))
+            some = tl.load(tops + at[:, None] + begun + c, mask=begun + c < live, other=float("-inf"))
             tops_of = tl.maximum(tops_of, some)
-        top = tl.max(tops_of, axis=0)
-        total, acc = 0.0, tl.zeros([L], tl.float32)
+        top = tl.max(tops_of, axis=1)
+        total, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, L], tl.float32)
         for begun in tl.range(0, live, _PARTS, num_stages=1):
             for i in tl.static_range(_PARTS):  # all are on their way before the first is added
-                at, here = first_part + begun + i, begun + i < live
-                part = tl.exp2((tl.load(tops + at, mask=here, other=float("-inf")) - top) * scale)
-                total = tl.where(here, total + tl.load(sums + at, mask=here, other=0.0) * part, total)
-                acc = tl.where(here, acc + tl.load(accs + at * L + e, mask=here, other=0.0) * part, acc)
-        done = tl.div_rn(acc, tl.zeros([L], tl.float32) + total)
-        tl.store(out + (token * N + head) * L + e, done.to(out.dtype.element_ty))
+                of, here = at + begun + i, begun + i < live
+                part = tl.exp2((tl.load(tops + of, mask=here, other=float("-inf")) - top) * scale)
+                total = tl.where(here, total + tl.load(sums + of, mask=here, other=0.0) * part, total)
+                x = tl.load(accs + of[:, None] * L + e, mask=here, other=0.0)
+                acc = tl.where(here, acc + x * part[:, None], acc)
+        done = tl.div_rn(acc, tl.broadcast_to(total[:, None], [HEADS, L]))
+        tl.store(out + (token * N + head)[:, None] * L + e, done.to(out.dtype.element_ty))
         if LSE:
             tl.store(lse + head * all_tokens + token, top * natural + tl.log(total))
 
@@ -340,6 +342,7 @@ def _attend(
     if not tokens or not any(lengths):
         return
     few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
+    at_once = math.gcd(heads, 4)  # heads that a program merges
     block = few if one else max(steps.rows, few)
     chunks = triton.cdiv(deepest, CHUNK)
     whole = chunks == 1 and shared is None
@@ -374,10 +377,11 @@ def _attend(
                 PAGE=page, WHOLE=whole, **more, **common,
             )
         if not whole:
-            _merge_kernel[((high - low) * heads,)](
+            _merge_kernel[((high - low) * heads // at_once,)](
                 *state, queries, keys, out, lse_at, scale * _LOG2E, scale, low, first, sequences, tokens,
                 chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences),
-                TOKENS=0 if split or shared is not None else 1 if one else block // heads, num_warps=4, **common,
+                TOKENS=0 if split or shared is not None else 1 if one else block // heads, HEADS=at_once, num_warps=4,
+                **common,
             )
 
 

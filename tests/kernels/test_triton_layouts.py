@@ -259,14 +259,15 @@ def test_products_of_latents_fit() -> None:
     import triton.language as tl
 
     sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "P": 128, "STEP": 64, "DTYPE": tl.bfloat16, "POW2": False}
-    enter: dict[str, Any] = {"EPS": 1e-6, "PAGED": True, "FEW": latent_products._ROWS}
-    lift: dict[str, Any] = {"K": 512, "COLUMNS": 128, "COPIED": 0, "w_k": 1}
+    enter: dict[str, Any] = {"EPS": 1e-6, "PAGED": True, "FEW": latent_products._ROWS, "AHEAD": 128}
+    lift: dict[str, Any] = {"K": 512, "COLUMNS": 128, "COPIED": 0, "w_k": 1, "AHEAD": True}
     pointers = dict.fromkeys(("kv", "w", "norm", "rows"), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
     pointers |= {"cos": "*fp32", "sin": "*fp32"}
     for kernel, more in (
         (latent_products._enter_kernel, {**enter, "B": 64}), (latent_products._enter_kernel, {**enter, "B": 128}),
         (latent_products._product_kernel, {**lift, "B": 128}), (latent_products._product_kernel, {**lift, "B": 32}),
     ):
-        done = compiled(kernel, False, 90, pointers, (4, 3), **sizes, **more)
+        done = compiled(kernel, False, 90, pointers, (4, 4), **sizes, **more)
+        assert done.asm["ptx"].index("prefetch.global.L2") < done.asm["ptx"].index("griddepcontrol.wait")
         assert done.asm["ttgir"].count("warp_group_dot ") == 1
         assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 113 * 1024

@@ -47,15 +47,6 @@ def require_experts(name: str) -> Backend:
 
 
 @cache
-def require_delta(name: str) -> Backend:
-    """The backend `name`, if it has kernels for Gated DeltaNet; UserError else."""
-    return _with(
-        name, tables()["delta"],
-        'Gated DeltaNet: set kernels = "triton" (the portable kernels, of an H100 too) or device = "cpu"'
-    )
-
-
-@cache
 def require_latent(name: str) -> Backend:
     """The backend `name`, if it has kernels for latent attention; UserError else."""
     latent = [op for op in tables()["attention"] if "latent" in op.name]
@@ -117,11 +108,6 @@ def untapped_backend_of(x: Tensor) -> Backend:
 def experts_backend_of(x: Tensor) -> Backend:
     """The same, for the ops of mixtures of experts."""
     return require_experts(_name_for(x.device))
-
-
-def delta_backend_of(x: Tensor) -> Backend:
-    """The same, for the ops of Gated DeltaNet."""
-    return _instead.get(x.device.type) or require_delta(_name_for(x.device))
 
 
 def _name_for(device: torch.device) -> str:

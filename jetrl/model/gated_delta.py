@@ -117,7 +117,8 @@ class GatedDelta(Block):
 def parts_of(plan: VarlenPlan | PagedPlan) -> Parts:
     """The sequences of a pass; packed parts that share a stem are sequences with the stem in front of each."""
     if isinstance(plan, PagedPlan):
-        new = plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]
+        single = plan.query_lengths == (1,) * len(plan.query_lengths)  # a launch less in a decode step
+        new = 1 if single else plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]
         return Parts(plan.cu_seqlens, plan.query_lengths, plan.kv_lengths - new, plan.rows)
     of = plan if plan.keys is None else plan.keys
     return Parts(of.cu_seqlens, of.lengths)

@@ -21,7 +21,7 @@ from jetrl.huggingface.adapter import Adapters, is_adapters, read_adapters
 from jetrl.huggingface.hub import model_folder
 from jetrl.kernels.attention.latent import STEPS, require_sizes
 from jetrl.kernels.delta.parts import KERNEL_SIZES, KERNEL_WIDTH
-from jetrl.kernels.dispatch import require_delta, require_experts, require_latent
+from jetrl.kernels.dispatch import require_experts, require_latent
 from jetrl.kernels.support import require, require_precision
 from jetrl.model.latent_attention import sizes_of
 from jetrl.model.names import adapted_projections
@@ -179,7 +179,6 @@ def check_experts(config: Config, spec: ModelSpec) -> None:
         if config.kernels != "reference":
             require_sizes(sizes_of(spec), STEPS[config.kernels])
     if spec.delta is not None:
-        require_delta(config.kernels)
         _check_delta(config, spec.delta)
 
 

@@ -21,7 +21,7 @@ import triton_portable_cases  # noqa: F401  (loops over numbers that a kernel co
 from rewinding import KEPT, rewound, within_a_block
 from torch import Tensor
 
-from jetrl.kernels.delta import reference
+from jetrl.kernels.delta import general, reference, tokens
 from jetrl.kernels.delta import triton as td
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
 from jetrl.types import StateRows
@@ -29,6 +29,8 @@ from jetrl.types import StateRows
 DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
 SMALL, LARGE = HeadSizes(1, 2, 16, 16), HeadSizes(2, 4, 128, 128)
 assert attention.DEVICE == DEVICE
+if base.INTERPRET:
+    tokens._PART = 16  # several programs for a head
 
 
 def inputs(count: int, sizes: HeadSizes, seed: int) -> tuple[Tensor, ...]:
@@ -50,9 +52,9 @@ def parts_of(lengths: Sequence[int], before: Sequence[int] = (), rows: Any = Non
 @triton.jit
 def _planes_kernel(s_p, high_p, joined_p, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
-    high, low = td._planes(tl.load(s_p + at))
+    high, low = general.planes(tl.load(s_p + at))
     tl.store(high_p + at, high)
-    tl.store(joined_p + at, td._joined(high, low))
+    tl.store(joined_p + at, general.joined(high, low))
 
 
 def plane_cases() -> Iterator[tuple[str, Case]]:
@@ -128,6 +130,80 @@ def rule_cases() -> Iterator[tuple[str, Case]]:
             yield f"pieces with heads {tuple(wide)}", partial(pieces, [70, 64, 140], 30, wide)
 
 
+def alike(name: str, got: Tensor, want: Tensor) -> None:
+    """`equal`, without a copy to the host where that is so."""
+    kind = torch.int16 if got.element_size() == 2 else torch.int32
+    if not torch.equal(got.contiguous().view(kind), want.contiguous().view(kind)):
+        equal(name, got, want)
+
+
+def live_rows(held: DeltaState, totals: dict[int, int]) -> list[Tensor]:
+    """What later passes read of states, whose sequences have so many tokens by row; of other rows, all."""
+    out = []
+    for name, tensor in zip(held._fields, held, strict=True):
+        block = {"state": 0, "errors": 16, "inverse": 16}.get(name, CHUNK)
+        live = torch.ones(len(tensor), max(block, 1), dtype=torch.bool)
+        for row, total in totals.items() if block else ():
+            live[row] = torch.arange(block) < total % block
+        shape = (len(tensor), 1, -1) + (1,) * (tensor.dim() - 3)
+        out.append(torch.where(live.view(shape).to(tensor.device), tensor, 0.0))
+    return out
+
+
+def token_cases() -> Iterator[tuple[str, Case]]:
+    def single_tokens(sizes: HeadSizes, begun: list[int], steps: int) -> None:
+        """Single tokens by their own kernels and by the general one: outputs, what is kept, and nothing else."""
+        rng, count = random.Random(steps), len(begun)
+        held = DeltaState(*(t.fill_(0.37) for t in empty_state(2 + 2 * count, sizes, torch.bfloat16, DEVICE)))
+        for tensor in held:
+            tensor[0] = 0.0
+        row = [2 + i if n else 0 for i, n in enumerate(begun)]
+        free, total = list(range(2 + count, 2 + 2 * count)), list(begun)
+        if some := [n for n in begun if n]:
+            there = torch.tensor([r for r in row if r], device=DEVICE)
+            x = [t.to(DEVICE) for t in inputs(sum(some), sizes, 7)]
+            first = parts_of(some, [0] * len(some), StateRows(torch.zeros_like(there), there))
+            general.general_rule(*x, first, held)  # type: ignore[arg-type]
+        for step in range(steps):
+            read = list(row)
+            for i in range(count):
+                if row[i] == 0 or free and rng.random() < 0.4:
+                    row[i] = free.pop()
+            rows = StateRows(*(torch.tensor(r, device=DEVICE) for r in (read, row)))
+            x = [t.to(DEVICE) for t in inputs(count, sizes, 100 + step)]
+            parts, other = parts_of([1] * count, total, rows), DeltaState(*(t.clone() for t in held))
+            assert parts.single
+            got, want = td.delta_rule(*x, parts, held), general.general_rule(*x, parts, other)  # type: ignore[arg-type]
+            alike(f"outputs of step {step}", got, want)
+            total = [n + 1 for n in total]
+            ends = dict(zip(row, total, strict=True))
+            for name, mine, theirs in zip(held._fields, live_rows(held, ends), live_rows(other, ends), strict=True):
+                alike(f"{name} after step {step}", mine, theirs)
+            free += [r for r in read if r and r not in row]
+
+    def padding() -> None:
+        """A place of a captured step that no sequence has: it leaves the rows of others alone."""
+        held, x = empty_state(4, SMALL, torch.bfloat16, DEVICE), [t.to(DEVICE) for t in inputs(2, SMALL, 3)]
+        rows = StateRows(*(torch.tensor(r, device=DEVICE) for r in ([2, 0], [2, 1])))
+        alone, kept = StateRows(rows.read[:1], rows.write[:1]), DeltaState(*(t.clone() for t in held))
+        td.delta_rule(*x, parts_of([1, 1], [0, -1], rows), held)  # type: ignore[arg-type]
+        td.delta_rule(*(t[:1] for t in x), parts_of([1], [0], alone), kept)  # type: ignore[arg-type]
+        for name, mine, theirs in zip(held._fields, held, kept, strict=True):
+            for row in (0, 2, 3):
+                equal(f"{name} of row {row}", mine[row], theirs[row])
+
+    if base.INTERPRET:
+        yield f"tokens with heads {tuple(SMALL)}", partial(single_tokens, SMALL, [0, 1, 15, 30, 47, 62, 63, 127], 2)
+        yield "tokens with heads (1, 3, 16, 32)", partial(single_tokens, HeadSizes(1, 3, 16, 32), [0, 62], 3)
+    else:
+        for sizes in (LARGE, HeadSizes(1, 1, 16, 32), HeadSizes(1, 3, 64, 64)):
+            for count, steps in ((1, 130), (64, 66), (257, 3)):
+                begun = [i % 130 for i in range(count)]
+                yield f"{count} tokens with heads {tuple(sizes)}", partial(single_tokens, sizes, begun, steps)
+        yield "a token with the heads of 9B", partial(single_tokens, HeadSizes(16, 32, 128, 128), list(range(64)), 3)
+    yield "padding", padding
+
+
 def conv_cases() -> Iterator[tuple[str, Case]]:
     def conv(sizes: HeadSizes) -> None:
         gen, lengths = torch.Generator().manual_seed(1), [1, 2, 9, 21]
@@ -154,6 +230,23 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
             for name, whole, cut in zip("qkv", got, zip(*outs, strict=True), strict=True):
                 equal(f"{name} in pieces", torch.cat(cut), whole[12:])
 
+    def single(sizes: HeadSizes, size: int) -> None:
+        """One row of each sequence, next to what a pass with another length gives."""
+        gen, channels, before = torch.Generator().manual_seed(5), sum(sizes.columns), [0, 1, 2, 3, 7, 40, 64]
+        count = len(before)
+        x = torch.randn(count + 2, channels, generator=gen).bfloat16().to(DEVICE)
+        w = torch.rand(channels, 4, generator=gen).sub(0.5).bfloat16().to(DEVICE)
+        state = torch.randn(2 * count + 4, size, channels, generator=gen).bfloat16().to(DEVICE)
+        read, write = list(range(2, 2 + count)), [2 + i if i % 2 else 2 + count + i for i in range(count)]
+        one = StateRows(*(torch.tensor(r, device=DEVICE) for r in (read, write)))
+        more = StateRows(*(torch.tensor([*r, 2 * count + 3], device=DEVICE) for r in (read, write)))
+        other = state.clone()
+        got = td.conv_heads(x[:count], w, sizes, parts_of([1] * count, before, one), state)
+        want = td.conv_heads(x, w, sizes, parts_of([1] * count + [2], [*before, 0], more), other)
+        for name, mine, theirs in zip("qkv", got, want, strict=True):
+            equal(name, mine, theirs[:count])
+        equal("rows", state[:-1], other[:-1])
+
     def gates(sizes: HeadSizes) -> None:
         gen = torch.Generator().manual_seed(2)
         z = torch.randn(33, 2 * sizes.value_heads, generator=gen) * 4
@@ -175,6 +268,8 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
             assert got.shape == want.shape and error < 2e-3, f"relative error {error:.5f}"
 
     sizes = SMALL if base.INTERPRET else LARGE
+    for size in (3, KEPT):
+        yield f"conv_heads of single rows, {size} kept", partial(single, sizes, size)
     for name, case in (("conv_heads", conv), ("delta_gates", gates), ("gated_norm and output_gate", gated)):
         yield name, partial(case, sizes)
 
@@ -193,7 +288,7 @@ def draft_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    return [case for kind in (plane_cases, rule_cases, conv_cases, draft_cases) for case in kind()]
+    return [case for kind in (plane_cases, rule_cases, token_cases, conv_cases, draft_cases) for case in kind()]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from jetrl.engine.state_pool import grid_of, row_bytes
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.export import export, quantization_config
-from jetrl.kernels import dispatch
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.delta import ops, reference
 from jetrl.kernels.delta.parts import state_shapes
@@ -358,12 +357,7 @@ def test_folders(tmp_path: Path) -> None:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals() -> None:
     with pytest.raises(UserError, match="does not give the weights of Gated DeltaNet to vLLM yet"):
         layout(SPEC, build_recipe("bf16", 3), "refuse", "cpu")
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: object())
-    for name in ("hopper", "hopper_scaled_mm"):
-        said = f'kernels = "{name}" cannot compute Gated DeltaNet: set kernels = "triton"'
-        with pytest.raises(UserError, match=said):
-            dispatch.require_delta.__wrapped__(name)
     assert ops.delta_rule.__doc__ and json.dumps(SPEC.delta.layers) == "[0, 2]"  # type: ignore[union-attr]

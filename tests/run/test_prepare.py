@@ -11,7 +11,6 @@ from tiny import tiny_config
 
 from jetrl.errors import UserError
 from jetrl.precision.recipe import recipe_of
-from jetrl.run import prepare
 from jetrl.run.prepare import check_experts, check_sizes
 from jetrl.spec import SHAPES, ExpertSpec, ModelSpec
 
@@ -58,7 +57,6 @@ def test_states_without_a_kernel_are_refused_on_a_gpu(
     hybrid = SHAPES["tiny-hybrid"]
     assert hybrid.delta is not None
     odd = replace(hybrid, delta=replace(hybrid.delta, **change))
-    monkeypatch.setattr(prepare, "require_delta", lambda name: None)
     config = tiny_config(tmp_path)
     check_experts(config.model_copy(update={"kernels": "reference"}), odd)
     check_experts(config.model_copy(update={"kernels": "triton"}), hybrid)

@@ -6,7 +6,7 @@ from functools import partial
 
 from jetrl.kernels.registry import Op
 
-_attend = partial(Op, reference="attention.reference", hopper="attention.flash", triton="attention.portable")
+_attend = partial(Op, reference="attention.reference", hopper="attention.by_head", triton="attention.portable")
 _latent = partial(
     Op, reference="attention.latent_reference", hopper="attention.latent_triton", hopper_scaled_mm=None,
     triton="attention.latent_portable",

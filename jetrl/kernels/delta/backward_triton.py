@@ -43,7 +43,7 @@ from torch import Tensor
 from jetrl.kernels.delta.parts import CHUNK, Parts
 
 _COLUMNS = 32  # of values, in a program that walks over states
-_KEYS = 64  # columns of dq and dk in a program
+_KEYS = 128  # columns of dq and dk in a program
 
 
 @triton.jit
@@ -384,7 +384,7 @@ def delta_rule_backward(
 
     sums, inverse = room(64, dtype=wide), room(64, 64, dtype=wide)
     _inverse_kernel[(chunks, hv)](
-        k, g, beta, start, count, sums, room(4, 16, 16, dtype=wide), inverse, **sizes, num_warps=2, num_stages=1
+        k, g, beta, start, count, sums, room(4, 16, 16, dtype=wide), inverse, **sizes, num_warps=1, num_stages=1
     )
     by_keys, d, d_grad = room(64, dk), room(dv, 64), room(dv, 64)
     _rows_kernel[(chunks, hv, 2)](
@@ -392,10 +392,12 @@ def delta_rule_backward(
         num_stages=1,
     )
     states, state_grads, block = room(dv, dk), room(dv, dk), min(_COLUMNS, dv)
-    walk = {**sizes, "DV": dv, "BV": block, "num_warps": 4}
+    walk = {**sizes, "DV": dv, "BV": block}
     grid = (dv // block, hv, len(parts.lengths))
-    _states_kernel[grid](k, parts.cu_seqlens, base, sums, by_keys, d, states, **walk)
-    _state_grads_kernel[grid](q, k, grad, parts.cu_seqlens, base, sums, by_keys, d_grad, state_grads, scale, **walk)
+    _states_kernel[grid](k, parts.cu_seqlens, base, sums, by_keys, d, states, **walk, num_warps=2)
+    _state_grads_kernel[grid](
+        q, k, grad, parts.cu_seqlens, base, sums, by_keys, d_grad, state_grads, scale, **walk, num_warps=8
+    )
     del by_keys  # its memory is that of what comes next
     right, pairs, under = room(64, dv), room(64, 64), room(64, 64)
     dq, dk_all, dv_all = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.delta import backward as plain
 from jetrl.kernels.delta.parts import DeltaState, HeadSizes, Parts
-from jetrl.kernels.dispatch import delta_backend_of
+from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.update.gradient import Gradient, grad_dtype
 
 
@@ -25,14 +25,14 @@ class _ConvHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.sizes, ctx.parts, ctx.gradient = sizes, parts, gradient
-        return delta_backend_of(x).conv_heads(x, weight, sizes, parts, None)
+        return backend_of(x).conv_heads(x, weight, sizes, parts, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dq, dk, dv = grads
-        dx, dw = delta_backend_of(x).conv_heads_backward((dq, dk, dv), x, weight, ctx.sizes, ctx.parts)
+        dx, dw = backend_of(x).conv_heads_backward((dq, dk, dv), x, weight, ctx.sizes, ctx.parts)
         given = ctx.gradient.add(lambda kept: kept.add_(dw), lambda: dw) if ctx.needs_input_grad[1] else None
         return dx, given, None, None, None, None
 
@@ -45,7 +45,7 @@ def conv_heads(
     if torch.is_grad_enabled():
         assert state is None, "gradients are those of packed sequences"
         return _ConvHeads.apply(x, gradient.param, gradient, weight, sizes, parts)
-    return delta_backend_of(x).conv_heads(x, weight, sizes, parts, state)
+    return backend_of(x).conv_heads(x, weight, sizes, parts, state)
 
 
 class _Gates(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _Gates(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits, a_log, dt_bias)
         ctx.dtypes = grad_dtype(a_master), grad_dtype(dt_master)
-        return delta_backend_of(logits).delta_gates(logits, a_log, dt_bias)
+        return backend_of(logits).delta_gates(logits, a_log, dt_bias)
 
     @staticmethod
     @once_differentiable
@@ -72,7 +72,7 @@ def delta_gates(
     `masters`."""
     if torch.is_grad_enabled():
         return _Gates.apply(logits, *masters, a_log, dt_bias)
-    return delta_backend_of(logits).delta_gates(logits, a_log, dt_bias)
+    return backend_of(logits).delta_gates(logits, a_log, dt_bias)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -80,13 +80,13 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
         ctx.parts = parts
-        return delta_backend_of(q).delta_rule(q, k, v, g, beta, parts, None)
+        return backend_of(q).delta_rule(q, k, v, g, beta, parts, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta = ctx.saved_tensors
-        return *delta_backend_of(q).delta_rule_backward(grad, q, k, v, g, beta, ctx.parts), None
+        return *backend_of(q).delta_rule_backward(grad, q, k, v, g, beta, ctx.parts), None
 
 
 def delta_rule(
@@ -99,7 +99,7 @@ def delta_rule(
     if torch.is_grad_enabled():
         assert kept is None, "gradients are those of packed sequences"
         return _DeltaRule.apply(q, k, v, g, beta, parts)
-    return delta_backend_of(q).delta_rule(q, k, v, g, beta, parts, kept)
+    return backend_of(q).delta_rule(q, k, v, g, beta, parts, kept)
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -107,13 +107,13 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.eps, ctx.dtype = eps, grad_dtype(master)
-        return delta_backend_of(x).gated_norm(x, gate, weight, eps)
+        return backend_of(x).gated_norm(x, gate, weight, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
-        dx, d_gate, dw = delta_backend_of(x).gated_norm_backward(grad, x, gate, weight, ctx.eps)
+        dx, d_gate, dw = backend_of(x).gated_norm_backward(grad, x, gate, weight, ctx.eps)
         return dx, d_gate, dw.to(ctx.dtype), None, None
 
 
@@ -121,20 +121,20 @@ def gated_norm(x: Tensor, gate: Tensor, master: Tensor, weight: Tensor, eps: flo
     """RMSNorm of each head, times silu(gate): `x`, `gate` [T, Hv, dv] -> the same, rounded."""
     if torch.is_grad_enabled():
         return _GatedNorm.apply(x, gate, master, weight, eps)
-    return delta_backend_of(x).gated_norm(x, gate, weight, eps)
+    return backend_of(x).gated_norm(x, gate, weight, eps)
 
 
 class _OutputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
-        return delta_backend_of(x).output_gate(x, gate)
+        return backend_of(x).output_gate(x, gate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
-        dx, d_gate = delta_backend_of(x).output_gate_backward(grad, x, gate)
+        dx, d_gate = backend_of(x).output_gate_backward(grad, x, gate)
         return dx, d_gate
 
 
@@ -142,4 +142,4 @@ def output_gate(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`, rounded once: what gated attention does to its heads [T, N, H]."""
     if torch.is_grad_enabled():
         return _OutputGate.apply(x, gate)
-    return delta_backend_of(x).output_gate(x, gate)
+    return backend_of(x).output_gate(x, gate)

@@ -43,6 +43,11 @@ class Parts:
     before: Tensor | None = None  # [B] int32
     rows: StateRows | None = None
 
+    @property
+    def single(self) -> bool:
+        """Whether each sequence has one token in this pass, and leaves a state."""
+        return self.before is not None and self.rows is not None and self.lengths == (1,) * len(self.lengths)
+
     def starts(self) -> list[int]:
         """The first row of each."""
         return [0, *accumulate(self.lengths)][:-1]

@@ -19,8 +19,9 @@ update   `train.step.update` and publishing, as in bench_update.py, of `--tokens
          FP8 and BF16 take turns in processes of their own. Goals: 45 % of 785 TFLOP/s, 1.1x BF16, 115 GiB.
 ops      the absorbed forward pass as training calls it, and the backward pass (with keys and values made again), of one
          layer: packed sequences of 16 x 2048 and 4 x 8192. FLOPs of a query, key and head: 2 x 1,088 absorbed, 1,664
-         expanded and backward. Goal: 350 TFLOP/s forward.
-forms    decode attention of one layer with each number of warps and stages: which is the fastest, and equal bits.
+         expanded and backward. Goal: 350 TFLOP/s forward. "attend, gluon": by `latent_rows`, whose bits are compared.
+forms    decode attention of one layer with each number of warps and stages, and by tiles and columns: which is the
+         fastest, and equal bits.
 shared   decode attention of one layer where groups of 16 share a prompt and have 512 keys each of their own: apart,
          merged, whether "auto" would merge, and whether the bits are equal.
 
@@ -141,9 +142,23 @@ def calls_of(s: LatentSizes, count: int, length: int, device: str) -> dict[str, 
     absorbed = latent.absorb(q, up, s)
     attended, lse = backend.latent_attend(absorbed, row, plan, scale, s, True)
     out = latent.lift(attended, up, s)
+
+    def attend_by(gluon: bool) -> Callable[[], Any]:
+        from jetrl.kernels.attention import latent_triton
+
+        def call() -> Any:
+            with mock.patch.object(latent_triton, "ROWS_IN_GLUON", gluon):
+                return backend.latent_attend(absorbed, row, plan, scale, s, True)
+
+        assert all(torch.equal(a, b) for a, b in zip(call(), (attended, lse), strict=True)), "other bits"
+        return call
+
     return {
         "absorb": lambda: latent.absorb(q, up, s), "lift": lambda: latent.lift(attended, up, s),
-        "attend": lambda: backend.latent_attend(absorbed, row, plan, scale, s, True),
+        "attend": attend_by(False) if device == "cuda" else partial(
+            backend.latent_attend, absorbed, row, plan, scale, s, True
+        ),
+        **({"attend, gluon": attend_by(True)} if device == "cuda" else {}),
         "backward": lambda: backend.latent_backward(grad, q, row, w, up.operand, plan, scale, s, out, lse),
     }
 
@@ -196,7 +211,7 @@ def ops(args: argparse.Namespace) -> Iterator[Row]:
         else:
             times = {name: [timed(call)[0] * 1e3] for name, call in calls.items()}
         pairs = count * length * length / 2 * s.heads
-        flops = {"attend": 2 * pairs * (2 * s.rank + s.rope),
+        flops = {**dict.fromkeys(("attend", "attend, gluon"), 2 * pairs * (2 * s.rank + s.rope)),
                  "backward": 2 * pairs * (3 * (s.nope + s.rope) + 2 * s.value)}
         for name, found in times.items():
             us = median(found)

@@ -229,19 +229,45 @@ def test_shared_latents_fit_and_are_multiplied_as_a_sequences_own(backend: str, 
     assert latent_split.add_scores is latent_chain.add_scores and latent_split.scores_of is latent_chain.scores_of
 
 
+@pytest.mark.parametrize("page", [0, 128])
+def test_many_rows_of_latents_are_multiplied_as_few(page: int) -> None:
+    """In Gluon: no scores are computed twice, instructions are those of Triton's kernel, nothing spills."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as build
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from jetrl.kernels.attention.latent_rows import rows_kernel as kernel
+
+    constants = {"N": 16, "L": 512, "R": 64, "PAGE": page, "CHUNK": 1024, "WHOLE": False, "LSE": True, "PDL": True}
+    kinds = dict.fromkeys(("q", "rows", "out"), "*bf16") | dict.fromkeys(("table", "queries", "keys", "done"), "*i32")
+    kinds |= dict.fromkeys(("lse", "tops", "sums", "accs"), "*fp32") | {"scale": "fp32", "natural": "fp32"}
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
+    places = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    done = build(
+        GluonASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned),
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "enable_fp_fusion": False, "launch_pdl": True},
+    )
+    products = re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k16)", done.asm["ptx"])
+    assert [products.count(p) for p in ("m64n32k16", "m64n8k16", "m64n256k16")] == [512 // 16 + 64 // 16, 4, 4]
+    assert len(products) == 44 and done.asm["ptx"].count("fence.proxy.async") >= 2
+    assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 227 * 1024
+
+
 def test_products_of_latents_fit() -> None:
     """What enters and what leaves latent attention, of few tokens and of many."""
     import triton.language as tl
 
     sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "P": 128, "STEP": 64, "DTYPE": tl.bfloat16, "POW2": False}
-    enter: dict[str, Any] = {"EPS": 1e-6, "PAGED": True, "FEW": latent_products._ROWS}
-    lift: dict[str, Any] = {"K": 512, "COLUMNS": 128, "COPIED": 0, "w_k": 1}
+    enter: dict[str, Any] = {"EPS": 1e-6, "PAGED": True, "FEW": latent_products._ROWS, "AHEAD": 128}
+    lift: dict[str, Any] = {"K": 512, "COLUMNS": 128, "COPIED": 0, "w_k": 1, "AHEAD": True}
     pointers = dict.fromkeys(("kv", "w", "norm", "rows"), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
     pointers |= {"cos": "*fp32", "sin": "*fp32"}
     for kernel, more in (
         (latent_products._enter_kernel, {**enter, "B": 64}), (latent_products._enter_kernel, {**enter, "B": 128}),
         (latent_products._product_kernel, {**lift, "B": 128}), (latent_products._product_kernel, {**lift, "B": 32}),
     ):
-        done = compiled(kernel, False, 90, pointers, (4, 3), **sizes, **more)
+        done = compiled(kernel, False, 90, pointers, (4, 4), **sizes, **more)
+        assert done.asm["ptx"].index("prefetch.global.L2") < done.asm["ptx"].index("griddepcontrol.wait")
         assert done.asm["ttgir"].count("warp_group_dot ") == 1
         assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 113 * 1024

@@ -313,6 +313,31 @@ def merged_case(kernels: Any, sizes: LatentSizes, slab: int | None) -> None:
         assert not torch.equal(attended(known, None).cpu(), want), "the rubbish is seen by who reads it"
 
 
+def gluon_case(sizes: LatentSizes) -> None:
+    """Programs of 64 rows by `latent_rows`: the bits of `latent_triton`'s, packed and over pages, of several chunks,
+    with and without log-sums, wherever slabs begin; and those of decode steps."""
+    q, row, w = inputs(sizes, LENGTHS)
+    q, row, plan = absorbed(latent_triton, q, w, sizes), row.to(DEVICE), plan_of(LENGTHS, DEVICE)
+    short = plan_of((1, 300, 77), DEVICE)
+
+    def attended() -> list[Any]:
+        return [
+            *latent_triton.latent_attend(q, row, plan, SCALE, sizes, True),
+            latent_triton.latent_attend(q, row, plan, SCALE, sizes, False)[0],
+            *latent_triton.latent_attend(q[:378], row[:378], short, SCALE, sizes, True),
+        ]
+
+    want = attended()
+    with mock.patch.object(latent_triton, "ROWS_IN_GLUON", True):
+        for name, got, known in zip("abcde", attended(), want, strict=True):
+            equal(f"gluon {name}", got, known.cpu())
+        ragged_case(latent_triton, sizes, False)
+        ragged_case(latent_triton, sizes, True)
+        shared_case(latent_triton, sizes)
+        for chunk in (7, 300):
+            paged_case(latent_triton, sizes, chunk)
+
+
 def refused_case(kernels: Any) -> None:
     for sizes in (LatentSizes(16, 128, 64, 500, 128), LatentSizes(128, 128, 64, 512, 128)):
         try:
@@ -346,6 +371,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
                 yield f"merged {of}", partial(merged_case, kernels, sizes, None)
             for together in (True, False) if name == "16 heads" else ():
                 yield f"ragged {of} {together}", partial(ragged_case, kernels, sizes, together)
+            if kernels is latent_triton and not INTERPRET and torch.cuda.get_device_capability()[0] == 9:
+                yield f"gluon {of}", partial(gluon_case, sizes)
             for chunk in (40,) if INTERPRET else (7, 64, 300):
                 yield f"paged {of} {chunk}", partial(paged_case, kernels, sizes, chunk)
     for kernels in (latent_triton, latent_portable):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jetrl.kernels.attention.latent import Entry, LatentSizes
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.kernels.launch import LAUNCH, begin, fetch
 from jetrl.kernels.pointwise.triton import inv_rms
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.triton import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
@@ -55,13 +55,16 @@ def _product_kernel(
     x, w, out, codes, units, T, x_token, x_head, w_head, w_k, w_out, out_token, out_head, codes_stride, units_stride,
     K: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr, copied_from, copied_to,
     STEP: tl.constexpr, DTYPE: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):
     """`out = x @ w` of a head for 64 tokens, a tile of B columns; the first tile also copies COPIED columns of x.
-    QUANT: not the result, but its codes and scales; a tile is a group."""
+    QUANT: not the result, but its codes and scales; a tile is a group. AHEAD: a tile's matrix is one piece of memory,
+    and is asked for before the kernel before this one has ended."""
+    head, column = tl.program_id(1), tl.program_id(2) * B + tl.arange(0, B)
+    if AHEAD and PDL:
+        fetch(w + head * w_head + tl.program_id(2) * (B * K) + tl.arange(0, B * K // 64) * 64)
     begin(PDL)
     token = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
-    head, column = tl.program_id(1), tl.program_id(2) * B + tl.arange(0, B)
     alive = (token < T)[:, None]
     at = x + token[:, None] * x_token + head * x_head
     y = _product(at, w + head * w_head, alive, column, w_k, w_out, K, B, COLUMNS, STEP).to(DTYPE)
@@ -122,17 +125,20 @@ def _enter_rows(
 def _enter_kernel(
     x, kv, w, norm, cos, sin, positions, slots, out, rows, T, norm_blocks, x_token, kv_token, w_head, w_k,
     N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, L: tl.constexpr, EPS: tl.constexpr, PAGED: tl.constexpr,
-    FEW: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):
     """The first `norm_blocks` programs: FEW rows each, to `rows` at `slots` (PAGED; -1: nowhere) or at their tokens.
     The others: queries of a head for 64 tokens, a tile of B columns; the first tile's rotate what meets the shared
     key."""
-    begin(PDL)
+    TILES: tl.constexpr = (L + B - 1) // B
     block = tl.program_id(0) - norm_blocks
+    if AHEAD and PDL and block >= 0:  # a tile's rows of the matrix are lines of memory
+        line = tl.arange(0, AHEAD)
+        fetch(w + block // TILES % N * w_head + tl.minimum(line, P - 1) * w_k + block % TILES * B)
+    begin(PDL)
     if block < 0:
         _enter_rows(kv, norm, cos, sin, positions, slots, rows, T, kv_token, R, L, EPS, PAGED, FEW, DTYPE)
     else:
-        TILES: tl.constexpr = (L + B - 1) // B
         tile, head = block % TILES, block // TILES % N
         token = (block // (TILES * N)).to(tl.int64) * 64 + tl.arange(0, 64)
         column, alive = tile * B + tl.arange(0, B), token < T
@@ -159,16 +165,15 @@ def latent_enter(
         rows, slots = entry.cache
     assert rows.is_contiguous() and rows.shape[-1] == width
     if tokens:
-        block, stages = (64, 3) if tokens <= _FEW else (128, 3)
-        block = min(block, sizes.rank)
+        block = min(64 if tokens <= _FEW else 128, sizes.rank)
         norm_blocks = triton.cdiv(tokens, _ROWS)
         products = triton.cdiv(tokens, _TOKENS) * n * triton.cdiv(sizes.rank, block)
         _enter_kernel[(norm_blocks + products,)](
             q, kv, operand, entry.norm, *entry.tables, entry.positions, slots, out, rows, tokens, norm_blocks,
             q.stride(0), kv.stride(0), (sizes.nope + sizes.value) * sizes.rank, sizes.rank, N=n, P=sizes.nope,
             R=sizes.rope, L=sizes.rank, EPS=entry.eps, PAGED=entry.cache is not None, FEW=_ROWS, B=block,
-            STEP=_step(sizes.nope), DTYPE=_TYPES[q.dtype], num_warps=4, num_stages=stages, enable_fp_fusion=False,
-            **LAUNCH,
+            STEP=_step(sizes.nope), DTYPE=_TYPES[q.dtype], num_warps=4, num_stages=3, enable_fp_fusion=False,
+            AHEAD=triton.next_power_of_2(sizes.nope) if tokens <= _FEW else 0, **LAUNCH,
         )
     return out, rows if entry.cache is None else None
 
@@ -183,19 +188,20 @@ def _products(
 ) -> None:
     """Head by head; `strides` of a head's matrix along k and along the columns. `x`, `out` are [T, N, ...]."""
     tokens, block = len(x), min(128, triton.next_power_of_2(columns))
+    few = tokens <= _FEW
     if not tokens:
         return
     if isinstance(out, QTensor):
         codes, units, y = out.codes.view(torch.uint8), out.scale, x
     else:
         codes, units, y = out, out, out
-        block = min(block, 32) if tokens <= _FEW else block
+        block = min(block, 32) if few else block
     _product_kernel[(triton.cdiv(tokens, _TOKENS), sizes.heads, triton.cdiv(columns, block))](
         x, w, y, codes, units, tokens, x.stride(0), x.stride(1), (sizes.nope + sizes.value) * sizes.rank, *strides,
         y.stride(0), y.stride(1), codes.stride(0), units.stride(1), K=k, B=block, COLUMNS=columns, COPIED=copied[0],
         copied_from=copied[1], copied_to=copied[2], STEP=_step(k), DTYPE=_TYPES[x.dtype],
-        QUANT=isinstance(out, QTensor), FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4, num_stages=3,
-        enable_fp_fusion=False, **LAUNCH,
+        QUANT=isinstance(out, QTensor), FLOOR=_FLOOR_BITS, POW2=pow2, AHEAD=few and strides == (1, k) and k % 64 == 0,
+        num_warps=4, num_stages=4 if few else 3, enable_fp_fusion=False, **LAUNCH,
     )
 
 

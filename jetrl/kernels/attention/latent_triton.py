@@ -38,7 +38,7 @@ from jetrl.kernels.attention.latent_split import attend_chunks, splits
 from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
-from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.kernels.launch import CAPABILITY, LAUNCH, begin
 from jetrl.types import PagedPlan, VarlenPlan
 
 CHUNK = 1024  # keys
@@ -47,6 +47,9 @@ _AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
 _MAXIMA = tl.constexpr(32)  # of chunks, and
 _PARTS = tl.constexpr(4)  # partial outputs of chunks, that a merge reads at the same time
 _PROCESSORS = 132
+# Whether programs of 64 rows are `latent_rows`', which has not been run yet: to be set once
+# tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops` says it is faster.
+ROWS_IN_GLUON = False
 _LOG2E = math.log2(math.e)
 
 
@@ -97,11 +100,44 @@ def _left(tops, sums, accs, to, known, ROWS: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _leave(tops, sums, accs, to, alive, top, sum_of, acc, L: tl.constexpr):
-    """What a merge reads of rows whose chunk has ended."""
-    tl.store(tops + to, top, mask=alive)
-    tl.store(sums + to, sum_of, mask=alive)
-    tl.store(accs + to[:, None] * L + tl.arange(0, L)[None, :], acc, mask=alive[:, None])
+def _write(
+    out, lse, at, lse_at, alive, top, sum_of, acc, natural, ROWS: tl.constexpr, L: tl.constexpr, LSE: tl.constexpr
+):
+    """The result of rows that have one chunk."""
+    result = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * L + tl.arange(0, L)[None, :], result, mask=alive[:, None])
+    if LSE:
+        tl.store(lse + lse_at, top * natural + tl.log(sum_of), mask=alive)
+
+
+@triton.jit
+def _end(
+    out, lse, tops, sums, accs, row0, mine, low, high, all_tokens, chunks, chunk, top, total, acc, natural, alone,
+    N: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
+):
+    """Of rows whose chunk has ended: the result, if there is no other chunk (WHOLE, or `alone` among rows that have
+    several), else what a merge reads."""
+    r, sum_of = tl.arange(0, ROWS), tl.max(total, axis=1)  # of 16 equal columns
+    token = row0 + r // N
+    alive = (r // N < mine) & (token >= low) & (token < high)
+    at, lse_at = token.to(tl.int64) * N + r % N, (r % N) * all_tokens + token
+    if WHOLE:
+        _write(out, lse, at, lse_at, alive, top, sum_of, acc, natural, ROWS, L, LSE)
+    elif alone:  # a merge adds to zero: no -0 stays
+        _write(out, lse, at, lse_at, alive, top, sum_of, acc + 0.0, natural, ROWS, L, LSE)
+    else:
+        to = (at - low.to(tl.int64) * N) * chunks + chunk
+        tl.store(tops + to, top, mask=alive)
+        tl.store(sums + to, sum_of, mask=alive)
+        tl.store(accs + to[:, None] * L + tl.arange(0, L)[None, :], acc, mask=alive[:, None])
+
+
+@triton.jit
+def _is_alone(place, before, count, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether the block of TOKENS tokens in which token `place` of a sequence is sees the first chunk of its keys only;
+    `count` tokens follow `before` keys."""
+    here = place // TOKENS * TOKENS
+    return before + tl.minimum(here + TOKENS, count) <= CHUNK
 
 
 @triton.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
@@ -142,8 +178,8 @@ def _rows_kernel(
         qc, qr = queries_of(q, at, alive, L, R)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
-        to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
         if UNIT > 0:
+            to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
             top, total, acc = _left(tops, sums, accs, to, alive & (begun > chunk * CHUNK), ROWS, L)
         pages = table + sequence * width
         page = tl.load(pages + (begun // PAGE if PAGE > 0 else 0))
@@ -157,50 +193,55 @@ def _rows_kernel(
             kr = tl.load(rows + line[:, None] * (L + R) + (L + f)[None, :])
             seen = (t + k)[None, :] <= (pos0 + token)[:, None]
             top, total, acc = add_tile(qc, qr, c, kr, seen, top, total, acc, scale, ROWS, TILE, True)
-        sum_of = tl.max(total, axis=1)  # of 16 equal columns
-        if WHOLE:
-            result = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
-            tl.store(out + at[:, None] * L + e[None, :], result, mask=alive[:, None])
-            if LSE:
-                tl.store(lse + (r % N) * all_tokens + row0 + token, top * natural + tl.log(sum_of), mask=alive)
-        else:
-            _leave(tops, sums, accs, to, alive, top, sum_of, acc, L)
+        alone = _is_alone(here, depth - count, count, tokens, CHUNK)
+        if UNIT > 0:  # a merge reads all
+            alone = alone & (UNIT == 0)
+        _end(
+            out, lse, tops, sums, accs, row0, mine, low, high, all_tokens, chunks, chunk, top, total, acc, natural,
+            alone, N, ROWS, L, WHOLE, LSE,
+        )
 
 
 @triton.jit(do_not_specialize=["low", "first", "sequences", "all_tokens", "chunks"])
 def _merge_kernel(
     tops, sums, accs, queries, keys, out, lse, scale, natural, low, first, sequences, all_tokens, chunks,
     N: tl.constexpr, L: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr, BB: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The chunks of one row (token, head), from the first to the last."""
+    """The chunks of HEADS heads of a token, from the first to the last. TOKENS: of a block, if not 0; blocks that have
+    one chunk are final."""
     begin(PDL)
-    inside = tl.program_id(0).to(tl.int64)
-    token, head = low + inside // N, inside % N
+    inside = tl.program_id(0).to(tl.int64) * HEADS
+    token = low + inside // N
     b = tl.arange(0, BB)
     starts = tl.load(queries + b, mask=b < sequences, other=0x7FFFFFFF) - first
     sequence = tl.sum((starts <= token).to(tl.int32), axis=0) - 1
     start = tl.load(queries + sequence) - first
     count = tl.load(queries + sequence + 1) - first - start
     depth = tl.load(keys + sequence) if PAGED else tl.load(keys + sequence + 1) - tl.load(keys + sequence)
-    if token - start < count:
+    left = token - start < count
+    if TOKENS > 0:
+        left = left & (_is_alone(token - start, depth - count, count, TOKENS, CHUNK) == 0)
+    if left:
         live = (depth - count + token - start) // CHUNK + 1
-        e = tl.arange(0, L)
-        first_part, c = inside * chunks, tl.arange(0, _MAXIMA)
-        tops_of = tl.full([_MAXIMA], float("-inf"), tl.float32)
+        e, c = tl.arange(0, L)[None, :], tl.arange(0, _MAXIMA)[None, :]
+        row = inside + tl.arange(0, HEADS)
+        head, at = row % N, row * chunks
+        tops_of = tl.full([HEADS, _MAXIMA], float("-inf"), tl.float32)
         for begun in tl.range(0, live, _MAXIMA, num_stages=1):
-            some = tl.load(tops + first_part + begun + c, mask=begun + c < live, other=float("-inf"))
+            some = tl.load(tops + at[:, None] + begun + c, mask=begun + c < live, other=float("-inf"))
             tops_of = tl.maximum(tops_of, some)
-        top = tl.max(tops_of, axis=0)
-        total, acc = 0.0, tl.zeros([L], tl.float32)
+        top = tl.max(tops_of, axis=1)
+        total, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, L], tl.float32)
         for begun in tl.range(0, live, _PARTS, num_stages=1):
             for i in tl.static_range(_PARTS):  # all are on their way before the first is added
-                at, here = first_part + begun + i, begun + i < live
-                part = tl.exp2((tl.load(tops + at, mask=here, other=float("-inf")) - top) * scale)
-                total = tl.where(here, total + tl.load(sums + at, mask=here, other=0.0) * part, total)
-                acc = tl.where(here, acc + tl.load(accs + at * L + e, mask=here, other=0.0) * part, acc)
-        done = tl.div_rn(acc, tl.zeros([L], tl.float32) + total)
-        tl.store(out + (token * N + head) * L + e, done.to(out.dtype.element_ty))
+                of, here = at + begun + i, begun + i < live
+                part = tl.exp2((tl.load(tops + of, mask=here, other=float("-inf")) - top) * scale)
+                total = tl.where(here, total + tl.load(sums + of, mask=here, other=0.0) * part, total)
+                x = tl.load(accs + of[:, None] * L + e, mask=here, other=0.0)
+                acc = tl.where(here, acc + x * part[:, None], acc)
+        done = tl.div_rn(acc, tl.broadcast_to(total[:, None], [HEADS, L]))
+        tl.store(out + (token * N + head)[:, None] * L + e, done.to(out.dtype.element_ty))
         if LSE:
             tl.store(lse + head * all_tokens + token, top * natural + tl.log(total))
 
@@ -274,6 +315,22 @@ def form_of(rows: int, programs: int, steps: Steps) -> tuple[int, int]:
     return 4 if rows < steps.tile else 8, steps.stages[0 if programs <= _PROCESSORS else 1]
 
 
+def _kernel_of(
+    q: Tensor, one: bool, block: int, programs: int, sizes: LatentSizes, steps: Steps, shared: SharedPages | None
+) -> tuple[Any, dict[str, Any]]:
+    """What computes `block` rows over a chunk, and its constants."""
+    if (
+        ROWS_IN_GLUON and not one and CAPABILITY[0] == 9 and q.dtype == torch.bfloat16
+        and (block, steps.tile, sizes.rank, sizes.rope) == (64, 64, 512, 64)
+    ):
+        from jetrl.kernels.attention.latent_rows import rows_kernel
+
+        return rows_kernel, {"num_warps": 8}
+    warps, stages = form_of(block, programs, steps)
+    constants = {"ROWS": block, "TILE": steps.tile, "ONE": one, "UNIT": 0 if shared is None else UNIT}
+    return _rows_kernel, constants | {"num_warps": warps, "num_stages": stages}
+
+
 def _attend(
     q: Tensor, rows: Tensor, table: Tensor | None, queries: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None,
     scale: float, sizes: LatentSizes, lengths: tuple[int, ...], deepest: int, page: int, first: int, steps: Steps,
@@ -285,6 +342,7 @@ def _attend(
     if not tokens or not any(lengths):
         return
     few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
+    at_once = math.gcd(heads, 4)  # heads that a program merges
     block = few if one else max(steps.rows, few)
     chunks = triton.cdiv(deepest, CHUNK)
     whole = chunks == 1 and shared is None
@@ -311,18 +369,19 @@ def _attend(
                 whole, steps,
             )
         else:
-            warps, stages = form_of(block, blocks * chunks, steps)
-            _rows_kernel[(blocks, chunks)](
+            kernel, more = _kernel_of(q, one, block, blocks * chunks, sizes, steps, shared)
+            kernel[(blocks, chunks)](
                 q, rows, queries if table is None else table, queries, keys,
                 queries if shared is None else shared.first, out, lse_at, *state, scale * _LOG2E, scale,
                 0 if table is None else table.stride(0), low, high, sequences, first, tokens, chunks, R=sizes.rope,
-                ROWS=block, TILE=steps.tile, PAGE=page, ONE=one, UNIT=0 if shared is None else UNIT, WHOLE=whole,
-                num_warps=warps, num_stages=stages, **common,
+                PAGE=page, WHOLE=whole, **more, **common,
             )
         if not whole:
-            _merge_kernel[((high - low) * heads,)](
+            _merge_kernel[((high - low) * heads // at_once,)](
                 *state, queries, keys, out, lse_at, scale * _LOG2E, scale, low, first, sequences, tokens,
-                chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences), num_warps=4, **common,
+                chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences),
+                TOKENS=0 if split or shared is not None else 1 if one else block // heads, HEADS=at_once, num_warps=4,
+                **common,
             )
 
 

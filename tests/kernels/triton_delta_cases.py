@@ -22,7 +22,7 @@ from rewinding import KEPT, rewound, within_a_block
 from torch import Tensor
 
 from jetrl.kernels.delta import conv as convolution
-from jetrl.kernels.delta import general, reference, tokens
+from jetrl.kernels.delta import general, packed, reference, tokens
 from jetrl.kernels.delta import triton as td
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
 from jetrl.types import StateRows
@@ -31,7 +31,7 @@ DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
 SMALL, LARGE = HeadSizes(1, 2, 16, 16), HeadSizes(2, 4, 128, 128)
 assert attention.DEVICE == DEVICE
 if base.INTERPRET:
-    tokens._PART = 16  # several programs for a head
+    tokens._PART = packed._COLUMNS = 16  # several programs for a head
 
 
 def inputs(count: int, sizes: HeadSizes, seed: int) -> tuple[Tensor, ...]:
@@ -120,7 +120,21 @@ def rule_cases() -> Iterator[tuple[str, Case]]:
                 live = length % CHUNK
                 equal(f"{name} of sequence {s}", mine[row[s]][:, :live], theirs[1 + s][:, :live])
 
+    def whole_sequences(lengths: list[int], sizes: HeadSizes) -> None:
+        """The form of training against the general one."""
+        x = [t.to(DEVICE) for t in inputs(sum(lengths), sizes, 11)]
+        parts = parts_of(lengths)
+        alike("outputs", td.delta_rule(*x, parts, None), general.general_rule(*x, parts, None))  # type: ignore[arg-type]
+
     sizes = SMALL if base.INTERPRET else LARGE
+    if base.INTERPRET:
+        yield "packed, 3 value heads", partial(whole_sequences, [16, 1, 63, 64, 130], HeadSizes(1, 3, 16, 32))
+    else:
+        for heads in (LARGE, HeadSizes(1, 1, 16, 32), HeadSizes(1, 3, 64, 64), HeadSizes(4, 4, 64, 128)):
+            for lengths in ([*range(1, 131)], [1], [64], [3000, 5, 1000], [128] * 65):
+                name = f"packed, {len(lengths)} sequences, heads {tuple(heads)}"
+                yield name, partial(whole_sequences, lengths, heads)
+        yield "packed, heads of 9B", partial(whole_sequences, [4096, 100, 1, 2049], HeadSizes(16, 32, 128, 128))
     for lengths in ([1], [15, 17, 66]) if base.INTERPRET else ([1], [15, 16, 17], [63, 64, 65, 130], [200, 3]):
         yield f"delta_rule {lengths}", partial(against_the_definition, lengths, sizes)
     for most in (20,) if base.INTERPRET else (1, 7, 40, 150):

@@ -1,9 +1,10 @@
 """Gated DeltaNet on a GPU: the delta rule's forms, gates and norms; the convolution is in `conv.py`.
 
 `reference.py` has the formulas. Sums are the tensor core's here (BF16 operands, an FP32 accumulator), so last bits are
-not a CPU's. The rule has two forms: `general.py` for any pieces of sequences and `tokens.py` for one token of each. A
-row has the same bits in both: the same products of the same numbers, each with the same beginning and the same order,
-and nothing of other rows.
+not a CPU's. The rule has three forms: `general.py` for any pieces of sequences, `tokens.py` for one token of each, and
+`packed.py` for whole ones of which no state is kept. A row has the same bits in all: the same products of the same
+numbers, each with the same beginning and the same order, and nothing of other rows. Where a row lies in a tile, which
+factor of a product is the left one, and which instruction multiplies, changes none of it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from jetrl.kernels.delta.conv import conv_heads
 from jetrl.kernels.delta.general import general_rule
+from jetrl.kernels.delta.packed import packed_rule
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, Parts
 from jetrl.kernels.delta.tokens import token_rule
 
@@ -26,7 +28,9 @@ def delta_rule(
 ) -> Tensor:
     """See `reference.delta_rule`; BF16, heads of 16 to 128, a power of two."""
     assert all(t.is_contiguous() for t in (q, k, v, g, beta)) and v.dtype == torch.bfloat16
-    if kept is not None and parts.single:
+    if kept is None:
+        return packed_rule(q, k, v, g, beta, parts)
+    if parts.single:
         return token_rule(q, k, v, g, beta, parts, kept)
     return general_rule(q, k, v, g, beta, parts, kept)
 

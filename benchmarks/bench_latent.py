@@ -176,20 +176,21 @@ def forms(args: argparse.Namespace) -> Iterator[Row]:
         q = torch.randn(batch, s.heads, s.rank + s.rope, generator=g).to("cuda", torch.bfloat16)
         pages = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-        def call(form: tuple[int, int] | None, *given: Any) -> torch.Tensor:
+        def call(form: tuple[int, int] | str, *given: Any) -> torch.Tensor:
             with (
                 mock.patch.object(latent_triton, "form_of", lambda *asked: form),
-                mock.patch.object(latent_split, "SEQUENCES", 0 if form else 1 << 20),
+                mock.patch.object(latent_triton, "FEW_IN_GLUON", form == "gluon"),
+                mock.patch.object(latent_split, "SEQUENCES", 1 << 20 if form == "split" else 0),
             ):
                 return backend_of(given[0]).latent_attend_cached(*given)  # type: ignore[no-any-return]
 
         given = q, None, pages, replace(plan, shared=None), 0.05, s
-        default = latent_triton.form_of(16, batch, latent.STEPS["hopper"])
-        default_form = None if batch <= latent_split.SEQUENCES else default
-        tried = [None, *itertools.product((4, 8), (1, 2, 3))] if batch <= 64 else itertools.product((4, 8), (1, 2, 3))
+        default: Any = latent_triton.form_of(16, batch, latent.STEPS["hopper"])
+        default = "split" if batch <= latent_split.SEQUENCES else "gluon" if latent_triton.FEW_IN_GLUON else default
+        tried: list[Any] = ["gluon", *["split"] * (batch <= 64), *itertools.product((4, 8), (2, 3))]
         calls = {
-            (f"decode, {form[0]} warps, {form[1]} stages" if form else "decode, split")
-            + " (default)" * (form == default_form): partial(call, form, *given)
+            (f"decode, {form}" if isinstance(form, str) else f"decode, {form[0]} warps, {form[1]} stages")
+            + " (default)" * (form == default): partial(call, form, *given)
             for form in tried
         }
         want = call((4, 1), *given)

@@ -47,9 +47,10 @@ _AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
 _MAXIMA = tl.constexpr(32)  # of chunks, and
 _PARTS = tl.constexpr(4)  # partial outputs of chunks, that a merge reads at the same time
 _PROCESSORS = 132
-# Whether programs of 64 rows are `latent_rows`', which has not been run yet: to be set once
-# tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops` says it is faster.
-ROWS_IN_GLUON = False
+# Whether programs of 64 rows are `latent_rows`', and those of 16 `latent_few`'s. Neither has been run yet: to be set
+# once tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops forms` says that
+# they are faster.
+ROWS_IN_GLUON, FEW_IN_GLUON = False, False
 _LOG2E = math.log2(math.e)
 
 
@@ -318,16 +319,19 @@ def form_of(rows: int, blocks: int, steps: Steps) -> tuple[int, int]:
 
 
 def _kernel_of(
-    q: Tensor, one: bool, block: int, blocks: int, sizes: LatentSizes, steps: Steps, shared: SharedPages | None
+    q: Tensor, one: bool, paged: bool, block: int, blocks: int, sizes: LatentSizes, steps: Steps,
+    shared: SharedPages | None,
 ) -> tuple[Any, dict[str, Any]]:
     """What computes `block` rows over a chunk, and its constants."""
-    if (
-        ROWS_IN_GLUON and not one and CAPABILITY[0] == 9 and q.dtype == torch.bfloat16
-        and (block, steps.tile, sizes.rank, sizes.rope) == (64, 64, 512, 64)
-    ):
-        from jetrl.kernels.attention.latent_rows import rows_kernel
+    if CAPABILITY[0] == 9 and q.dtype == torch.bfloat16 and (steps.tile, sizes.rank, sizes.rope) == (64, 512, 64):
+        if ROWS_IN_GLUON and block == 64 and not one:
+            from jetrl.kernels.attention.latent_rows import rows_kernel
 
-        return rows_kernel, {"num_warps": 8}
+            return rows_kernel, {"num_warps": 8}
+        if FEW_IN_GLUON and block == 16 and one and paged and shared is None:
+            from jetrl.kernels.attention import latent_few
+
+            return latent_few.few_kernel, {"num_warps": latent_few.WARPS}
     warps, stages = form_of(block, blocks, steps)
     constants = {"ROWS": block, "TILE": steps.tile, "ONE": one, "UNIT": 0 if shared is None else UNIT}
     return _rows_kernel, constants | {"num_warps": warps, "num_stages": stages}
@@ -371,7 +375,7 @@ def _attend(
                 whole, steps,
             )
         else:
-            kernel, more = _kernel_of(q, one, block, blocks, sizes, steps, shared)
+            kernel, more = _kernel_of(q, one, page > 0, block, blocks, sizes, steps, shared)
             kernel[(blocks, chunks)](
                 q, rows, queries if table is None else table, queries, keys,
                 queries if shared is None else shared.first, out, lse_at, *state, scale * _LOG2E, scale,

@@ -47,6 +47,7 @@ from common import (
     emit,
     end_on_sigterm,
     environment,
+    graphed,
     interleaved,
     median,
     require_gpu,
@@ -165,7 +166,7 @@ def calls_of(s: LatentSizes, count: int, length: int, device: str) -> dict[str, 
 
 def forms(args: argparse.Namespace) -> Iterator[Row]:
     """Decode attention of a layer with the warps and stages that its programs of few rows may have, and by tiles and
-    columns (`latent_split`)."""
+    columns (`latent_split`), as CUDA graphs."""
     from jetrl.kernels.attention import latent_split, latent_triton
 
     s, g = sizes_of(spec_of(args.shape, args.layers)), torch.Generator().manual_seed(1)
@@ -175,26 +176,27 @@ def forms(args: argparse.Namespace) -> Iterator[Row]:
         q = torch.randn(batch, s.heads, s.rank + s.rope, generator=g).to("cuda", torch.bfloat16)
         pages = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-        def call(form: tuple[int, int] | None, *given: Any) -> torch.Tensor:
+        def call(form: tuple[int, int] | str, *given: Any) -> torch.Tensor:
             with (
                 mock.patch.object(latent_triton, "form_of", lambda *asked: form),
-                mock.patch.object(latent_split, "SEQUENCES", 0 if form else 1 << 20),
+                mock.patch.object(latent_triton, "FEW_IN_GLUON", form == "gluon"),
+                mock.patch.object(latent_split, "SEQUENCES", 1 << 20 if form == "split" else 0),
             ):
                 return backend_of(given[0]).latent_attend_cached(*given)  # type: ignore[no-any-return]
 
         given = q, None, pages, replace(plan, shared=None), 0.05, s
-        programs = batch * -(-keys // latent_triton.CHUNK)
-        default = latent_triton.form_of(16, programs, latent.STEPS["hopper"])
-        default_form = None if batch <= latent_split.SEQUENCES else default
-        tried = [None, *itertools.product((4, 8), (1, 2, 3))] if batch <= 64 else itertools.product((4, 8), (1, 2, 3))
+        default: Any = latent_triton.form_of(16, batch, latent.STEPS["hopper"])
+        default = "split" if batch <= latent_split.SEQUENCES else "gluon" if latent_triton.FEW_IN_GLUON else default
+        tried: list[Any] = ["gluon", *["split"] * (batch <= 64), *itertools.product((4, 8), (2, 3))]
         calls = {
-            (f"decode, {form[0]} warps, {form[1]} stages" if form else "decode, split")
-            + " (default)" * (form == default_form): partial(call, form, *given)
+            (f"decode, {form}" if isinstance(form, str) else f"decode, {form[0]} warps, {form[1]} stages")
+            + " (default)" * (form == default): partial(call, form, *given)
             for form in tried
         }
         want = call((4, 1), *given)
         equal = {name: torch.equal(one(), want) for name, one in calls.items()}
-        for name, found in interleaved(calls, rounds=args.repeats * 5).items():
+        graphs = {name: graphed(one) for name, one in calls.items()}
+        for name, found in interleaved(graphs, rounds=args.repeats * 10).items():
             us = median(found)
             yield {"op": name, "case": f"{batch} x {keys}", "us": us, "spread %": 100 * (max(found) / us - 1),
                    "TB/s": batch * keys * 2 * (s.rank + s.rope) / us / 1e6,
@@ -259,7 +261,7 @@ def decodes(args: argparse.Namespace) -> Iterator[Row]:
         }
         equal = torch.equal(*(call() for call in calls.values()))
         if args.device == "cuda":
-            times = interleaved(calls, rounds=args.repeats * 10)
+            times = interleaved({name: graphed(call) for name, call in calls.items()}, rounds=args.repeats * 10)
         else:
             times = {name: [timed(call)[0] * 1e3] for name, call in calls.items()}
         row_bytes = 2 * (s.rank + s.rope)

@@ -229,29 +229,45 @@ def test_shared_latents_fit_and_are_multiplied_as_a_sequences_own(backend: str, 
     assert latent_split.add_scores is latent_chain.add_scores and latent_split.scores_of is latent_chain.scores_of
 
 
-@pytest.mark.parametrize("page", [0, 128])
-def test_many_rows_of_latents_are_multiplied_as_few(page: int) -> None:
-    """In Gluon: no scores are computed twice, instructions are those of Triton's kernel, nothing spills."""
+def in_gluon(kernel: Any, warps: int, **constants: Any) -> Any:
+    """A kernel of `latent_rows` or `latent_few`, compiled for Moonlight's sizes on Hopper."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as build
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from jetrl.kernels.attention.latent_rows import rows_kernel as kernel
-
-    constants = {"N": 16, "L": 512, "R": 64, "PAGE": page, "CHUNK": 1024, "WHOLE": False, "LSE": True, "PDL": True}
+    constants |= {"N": 16, "L": 512, "R": 64, "CHUNK": 1024, "WHOLE": False, "LSE": False, "PDL": True}
     kinds = dict.fromkeys(("q", "rows", "out"), "*bf16") | dict.fromkeys(("table", "queries", "keys", "done"), "*i32")
     kinds |= dict.fromkeys(("lse", "tops", "sums", "accs"), "*fp32") | {"scale": "fp32", "natural": "fp32"}
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
     places = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
-    done = build(
+    return build(
         GluonASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned),
-        target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "enable_fp_fusion": False, "launch_pdl": True},
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": True},
     )
+
+
+@pytest.mark.parametrize("page", [0, 128])
+def test_many_rows_of_latents_are_multiplied_as_few(page: int) -> None:
+    """In Gluon: no scores are computed twice, instructions are those of Triton's kernel, nothing spills."""
+    from jetrl.kernels.attention.latent_rows import rows_kernel
+
+    done = in_gluon(rows_kernel, 8, PAGE=page)
     products = re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k16)", done.asm["ptx"])
     assert [products.count(p) for p in ("m64n32k16", "m64n8k16", "m64n256k16")] == [512 // 16 + 64 // 16, 4, 4]
     assert len(products) == 44 and done.asm["ptx"].count("fence.proxy.async") >= 2
     assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 227 * 1024
+
+
+def test_scores_of_the_next_tile_of_latents_are_computed_between_outputs() -> None:
+    """In Gluon: each of 8 warps has one chain of 36 products for scores (and before the loop), and 32 for outputs."""
+    from jetrl.kernels.attention import latent_few
+
+    done = in_gluon(latent_few.few_kernel, latent_few.WARPS, PAGE=128)
+    code = done.asm["ttgir"]
+    assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"} and "warp_group_dot " not in code
+    assert code.count("tt.dot ") == 9 + 9 + 8 + 1 and done.asm["ptx"].count("mma.sync") == 36 + 36 + 32 + 4
+    assert done.metadata.shared <= 227 * 1024 and resources.used(done.asm["cubin"])["stack"] <= 64
 
 
 def test_products_of_latents_fit() -> None:

@@ -328,7 +328,8 @@ def gluon_case(sizes: LatentSizes) -> None:
         ]
 
     want = attended()
-    with mock.patch.object(latent_triton, "ROWS_IN_GLUON", True):
+    both = {"ROWS_IN_GLUON": True, "FEW_IN_GLUON": True}
+    with mock.patch.multiple(latent_triton, **both):
         for name, got, known in zip("abcde", attended(), want, strict=True):
             equal(f"gluon {name}", got, known.cpu())
         ragged_case(latent_triton, sizes, False)
@@ -336,6 +337,34 @@ def gluon_case(sizes: LatentSizes) -> None:
         shared_case(latent_triton, sizes)
         for chunk in (7, 300):
             paged_case(latent_triton, sizes, chunk)
+    if sizes.heads <= 16:
+        gluon_decode(sizes)
+
+
+def gluon_decode(sizes: LatentSizes) -> None:
+    """Decode steps by `latent_few`: the bits of `latent_triton`'s programs, of one chunk and of several; the last one's
+    row is written first, and what lies behind it is rubbish."""
+    g = torch.Generator().manual_seed(8)
+    for lengths in ((1, 63, 64, 65, 128, 129, 1000, 1024), (1, 1024, 1025, 1088, 1089, 2048, 3000, 5000, 7)):
+        count, width = len(lengths), -(-max(lengths) // PAGE)
+        table = torch.randperm(count * width, generator=g).view(count, width).int()
+        pages = torch.randn(count * width, PAGE, sizes.rank + sizes.rope, generator=g).to(DTYPE)
+        for i, n in enumerate(lengths):
+            pages[table[i, (n - 1) // PAGE], (n - 1) % PAGE + 1 :] = 1e30
+        q = (torch.randn(count, sizes.heads, sizes.rank + sizes.rope, generator=g) * 0.5).to(DTYPE).to(DEVICE)
+        plan = PagedPlan(
+            None, torch.arange(count + 1, dtype=torch.int32, device=DEVICE), (1,) * count,  # type: ignore[arg-type]
+            torch.tensor(lengths, dtype=torch.int32, device=DEVICE), (width,) * count, table.to(DEVICE),
+            torch.full((count,), -1, device=DEVICE),
+        )
+
+        found: list[Tensor] = []
+        for gluon in (False, True):
+            flag = mock.patch.object(latent_triton, "FEW_IN_GLUON", gluon)
+            with flag, mock.patch.object(latent_split, "SEQUENCES", 0):
+                found.append(latent_triton.latent_attend_cached(q, None, pages.to(DEVICE), plan, SCALE, sizes))
+        assert found[0].isfinite().all()
+        equal("gluon decode", found[1], found[0].cpu())
 
 
 def refused_case(kernels: Any) -> None:

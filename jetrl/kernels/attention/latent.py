@@ -31,7 +31,7 @@ class LatentSizes(NamedTuple):
 
 class Steps(NamedTuple):
     """Of a GPU's backend: keys of a tile, the least rows of a program where sequences have several tokens, steps on
-    their way with few rows (where each program has a processor, and else), the most heads, and rows of a program that
+    their way with few rows (where each may have a processor, and else), the most heads, and rows of a program that
     reads what sequences share."""
 
     tile: int

@@ -47,9 +47,10 @@ _AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
 _MAXIMA = tl.constexpr(32)  # of chunks, and
 _PARTS = tl.constexpr(4)  # partial outputs of chunks, that a merge reads at the same time
 _PROCESSORS = 132
-# Whether programs of 64 rows are `latent_rows`', which has not been run yet: to be set once
-# tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops` says it is faster.
-ROWS_IN_GLUON = False
+# Whether programs of 64 rows are `latent_rows`', and those of 16 `latent_few`'s. Neither has been run yet: to be set
+# once tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops forms` says that
+# they are faster.
+ROWS_IN_GLUON, FEW_IN_GLUON = False, False
 _LOG2E = math.log2(math.e)
 
 
@@ -307,26 +308,31 @@ def blocks_of(tokens: int, lengths: tuple[int, ...], size: int) -> int:
     return (tokens - 1 + (apart + 1) * (size - 1)) // size + 1
 
 
-def form_of(rows: int, programs: int, steps: Steps) -> tuple[int, int]:
+def form_of(rows: int, blocks: int, steps: Steps) -> tuple[int, int]:
     """Warps of programs with so many rows, and tiles on their way. No bit depends on them. Of few rows two programs
-    share a processor and hide each other's waits, where there are so many; fewer read a tile ahead instead."""
+    share a processor and hide each other's waits, where there are surely so many; else each reads a tile ahead (one
+    H200, 1 x 8192: 43 us instead of 55, 64 x 4096: 99 instead of 95). `blocks` bounds programs of a chunk; how many
+    chunks have keys is not known."""
     if rows >= 64:
         return 8, 2
-    return 4 if rows < steps.tile else 8, steps.stages[0 if programs <= _PROCESSORS else 1]
+    return 4 if rows < steps.tile else 8, steps.stages[0 if blocks <= _PROCESSORS else 1]
 
 
 def _kernel_of(
-    q: Tensor, one: bool, block: int, programs: int, sizes: LatentSizes, steps: Steps, shared: SharedPages | None
+    q: Tensor, one: bool, paged: bool, block: int, blocks: int, sizes: LatentSizes, steps: Steps,
+    shared: SharedPages | None,
 ) -> tuple[Any, dict[str, Any]]:
     """What computes `block` rows over a chunk, and its constants."""
-    if (
-        ROWS_IN_GLUON and not one and CAPABILITY[0] == 9 and q.dtype == torch.bfloat16
-        and (block, steps.tile, sizes.rank, sizes.rope) == (64, 64, 512, 64)
-    ):
-        from jetrl.kernels.attention.latent_rows import rows_kernel
+    if CAPABILITY[0] == 9 and q.dtype == torch.bfloat16 and (steps.tile, sizes.rank, sizes.rope) == (64, 512, 64):
+        if ROWS_IN_GLUON and block == 64 and not one:
+            from jetrl.kernels.attention.latent_rows import rows_kernel
 
-        return rows_kernel, {"num_warps": 8}
-    warps, stages = form_of(block, programs, steps)
+            return rows_kernel, {"num_warps": 8}
+        if FEW_IN_GLUON and block == 16 and one and paged and shared is None:
+            from jetrl.kernels.attention import latent_few
+
+            return latent_few.few_kernel, {"num_warps": latent_few.WARPS}
+    warps, stages = form_of(block, blocks, steps)
     constants = {"ROWS": block, "TILE": steps.tile, "ONE": one, "UNIT": 0 if shared is None else UNIT}
     return _rows_kernel, constants | {"num_warps": warps, "num_stages": stages}
 
@@ -369,7 +375,7 @@ def _attend(
                 whole, steps,
             )
         else:
-            kernel, more = _kernel_of(q, one, block, blocks * chunks, sizes, steps, shared)
+            kernel, more = _kernel_of(q, one, page > 0, block, blocks, sizes, steps, shared)
             kernel[(blocks, chunks)](
                 q, rows, queries if table is None else table, queries, keys,
                 queries if shared is None else shared.first, out, lse_at, *state, scale * _LOG2E, scale,

@@ -21,7 +21,8 @@ import triton_portable_cases  # noqa: F401  (loops over numbers that a kernel co
 from rewinding import KEPT, rewound, within_a_block
 from torch import Tensor
 
-from jetrl.kernels.delta import general, reference, tokens
+from jetrl.kernels.delta import conv as convolution
+from jetrl.kernels.delta import general, packed, reference, tokens
 from jetrl.kernels.delta import triton as td
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
 from jetrl.types import StateRows
@@ -30,7 +31,7 @@ DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
 SMALL, LARGE = HeadSizes(1, 2, 16, 16), HeadSizes(2, 4, 128, 128)
 assert attention.DEVICE == DEVICE
 if base.INTERPRET:
-    tokens._PART = 16  # several programs for a head
+    tokens._PART = packed._COLUMNS = 16  # several programs for a head
 
 
 def inputs(count: int, sizes: HeadSizes, seed: int) -> tuple[Tensor, ...]:
@@ -119,7 +120,21 @@ def rule_cases() -> Iterator[tuple[str, Case]]:
                 live = length % CHUNK
                 equal(f"{name} of sequence {s}", mine[row[s]][:, :live], theirs[1 + s][:, :live])
 
+    def whole_sequences(lengths: list[int], sizes: HeadSizes) -> None:
+        """The form of training against the general one."""
+        x = [t.to(DEVICE) for t in inputs(sum(lengths), sizes, 11)]
+        parts = parts_of(lengths)
+        alike("outputs", td.delta_rule(*x, parts, None), general.general_rule(*x, parts, None))  # type: ignore[arg-type]
+
     sizes = SMALL if base.INTERPRET else LARGE
+    if base.INTERPRET:
+        yield "packed, 3 value heads", partial(whole_sequences, [16, 1, 63, 64, 130], HeadSizes(1, 3, 16, 32))
+    else:
+        for heads in (LARGE, HeadSizes(1, 1, 16, 32), HeadSizes(1, 3, 64, 64), HeadSizes(4, 4, 64, 128)):
+            for lengths in ([*range(1, 131)], [1], [64], [3000, 5, 1000], [128] * 65):
+                name = f"packed, {len(lengths)} sequences, heads {tuple(heads)}"
+                yield name, partial(whole_sequences, lengths, heads)
+        yield "packed, heads of 9B", partial(whole_sequences, [4096, 100, 1, 2049], HeadSizes(16, 32, 128, 128))
     for lengths in ([1], [15, 17, 66]) if base.INTERPRET else ([1], [15, 16, 17], [63, 64, 65, 130], [200, 3]):
         yield f"delta_rule {lengths}", partial(against_the_definition, lengths, sizes)
     for most in (20,) if base.INTERPRET else (1, 7, 40, 150):
@@ -213,7 +228,7 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         want = reference.conv_heads(wide[:, :channels], weight, sizes, Parts(ends, tuple(lengths)), None)
         x, w = wide.to(DEVICE)[:, :channels], weight.to(DEVICE)
-        got = td.conv_heads(x, w, sizes, parts_of(lengths), None)
+        got = convolution.conv_heads(x, w, sizes, parts_of(lengths), None)
         for name, mine, theirs in zip("qkv", got, want, strict=True):
             error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
             assert mine.shape == theirs.shape and error < 2e-3, f"{name}: relative error {error:.5f}"
@@ -223,7 +238,7 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
             for at, n in ((0, 2), (2, 1), (3, 1), (4, 12), (16, 5)):
                 write = 3 if at < 4 else 2  # another row from then on
                 rows = StateRows(*(torch.tensor([r], device=DEVICE) for r in (read, write)))
-                outs.append(td.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
+                outs.append(convolution.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
                 read = write
                 for position in range(max(0, at + n - size), at + n):
                     equal(f"kept row {position}", state[write, position % size], long[position])
@@ -241,8 +256,8 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
         one = StateRows(*(torch.tensor(r, device=DEVICE) for r in (read, write)))
         more = StateRows(*(torch.tensor([*r, 2 * count + 3], device=DEVICE) for r in (read, write)))
         other = state.clone()
-        got = td.conv_heads(x[:count], w, sizes, parts_of([1] * count, before, one), state)
-        want = td.conv_heads(x, w, sizes, parts_of([1] * count + [2], [*before, 0], more), other)
+        got = convolution.conv_heads(x[:count], w, sizes, parts_of([1] * count, before, one), state)
+        want = convolution.conv_heads(x, w, sizes, parts_of([1] * count + [2], [*before, 0], more), other)
         for name, mine, theirs in zip("qkv", got, want, strict=True):
             equal(name, mine, theirs[:count])
         equal("rows", state[:-1], other[:-1])

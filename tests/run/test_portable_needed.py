@@ -30,6 +30,7 @@ for job in jobs:
     module, name, given, more = job.arguments
     small = more.get("ROWS") == 16
     walk = module.endswith("delta.backward_triton") and name.startswith("_state")
+    walk |= name == "_walk_kernel"
     if walk or name in ("_attention_kernel", "_gemm_kernel") and small and len(rows) < 4:
         import importlib
         rows.append({"name": name} | made.resources(getattr(importlib.import_module(module), name), given, more, 86))
@@ -38,8 +39,8 @@ print(json.dumps({"names": names, "makers": sorted({job.name.split()[0] for job 
 
 
 def test_what_a_run_launches_compiles_for_a_card_with_little_shared_memory() -> None:
-    """All by Triton, nothing of a library; those that decode, and those that walk over states backward, for sm_86
-    without spilled registers."""
+    """All by Triton, nothing of a library; those that decode, and those that walk over states, for sm_86 without
+    spilled registers."""
     pytest.importorskip("triton")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CODE]
@@ -48,12 +49,12 @@ def test_what_a_run_launches_compiles_for_a_card_with_little_shared_memory() -> 
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["makers"] == ["Triton"]
     wanted = {f"_{name}_kernel" for name in (
-        "attention", "conv", "fork", "gate", "gemm", "grouped", "keys", "queries", "rule", "token", "wgrad",
+        "attention", "conv", "fork", "gate", "gemm", "grouped", "keys", "queries", "rule", "token", "walk", "wgrad",
         "conv_inputs", "conv_sums", "decay", "gate_grads", "inverse", "key_grads", "pairs", "rows", "state_grads",
         "states",
     )}
     assert wanted <= set(found["names"])
-    walks = {"_state_grads_kernel", "_states_kernel"}
+    walks = {"_state_grads_kernel", "_states_kernel", "_walk_kernel"}
     assert {row["name"] for row in found["rows"]} == {"_attention_kernel", "_gemm_kernel", *walks}
     for row in found["rows"]:
         assert row["stack"] == 0 and row["shared"] <= 99 * 1024 and row["instruction"] == "mma", row

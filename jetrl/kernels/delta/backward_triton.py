@@ -384,7 +384,7 @@ def delta_rule_backward(
 
     sums, inverse = room(64, dtype=wide), room(64, 64, dtype=wide)
     _inverse_kernel[(chunks, hv)](
-        k, g, beta, start, count, sums, room(4, 16, 16, dtype=wide), inverse, **sizes, num_warps=1, num_stages=1
+        k, g, beta, start, count, sums, room(4, 16, 16, dtype=wide), inverse, **sizes, num_warps=2, num_stages=1
     )
     by_keys, d, d_grad = room(64, dk), room(dv, 64), room(dv, 64)
     _rows_kernel[(chunks, hv, 2)](
@@ -392,12 +392,10 @@ def delta_rule_backward(
         num_stages=1,
     )
     states, state_grads, block = room(dv, dk), room(dv, dk), min(_COLUMNS, dv)
-    walk = {**sizes, "DV": dv, "BV": block}
+    walk = {**sizes, "DV": dv, "BV": block, "num_warps": 4}
     grid = (dv // block, hv, len(parts.lengths))
-    _states_kernel[grid](k, parts.cu_seqlens, base, sums, by_keys, d, states, **walk, num_warps=2)
-    _state_grads_kernel[grid](
-        q, k, grad, parts.cu_seqlens, base, sums, by_keys, d_grad, state_grads, scale, **walk, num_warps=8
-    )
+    _states_kernel[grid](k, parts.cu_seqlens, base, sums, by_keys, d, states, **walk)
+    _state_grads_kernel[grid](q, k, grad, parts.cu_seqlens, base, sums, by_keys, d_grad, state_grads, scale, **walk)
     del by_keys  # its memory is that of what comes next
     right, pairs, under = room(64, dv), room(64, 64), room(64, 64)
     dq, dk_all, dv_all = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -405,7 +403,7 @@ def delta_rule_backward(
     decays = room(3, 64, dtype=wide)
     _pairs_kernel[(chunks, hv, 2)](
         q, k, v, grad, beta, start, count, sums, inverse, d, d_grad, right, pairs, under, dv_all, dbeta, decays, scale,
-        **sizes, DV=dv, num_warps=4, num_stages=1,
+        **sizes, DV=dv, num_warps=4, num_stages=1, maxnreg=168,
     )
     part = min(_KEYS, dk)
     steps, sum_grads = (room(dk // part, 64, dtype=wide) for _ in range(2))

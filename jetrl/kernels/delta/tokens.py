@@ -98,15 +98,17 @@ def _copied(state_p, read, write, at, mask):
 
 
 @triton.jit
-def _forked(S_p, dc_p, X_p, of, to, n0, y, DK: tl.constexpr, DV: tl.constexpr):
+def _forked(S_p, dc_p, X_p, of, to, n0, y0, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr):
     """A token's sequence leaves its state in another row: what is before it goes there. A state that moves is written
     anyway."""
-    r, j, x = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, DK)
-    state = x[:, None] * DV + y[None, :]
-    stays = (state >= 0) & (n0 < 63)
-    _copied(S_p, of * (2 * DK * DV), to * (2 * DK * DV), state, stays)
-    _copied(S_p, of * (2 * DK * DV), to * (2 * DK * DV), DK * DV + state, stays)
-    _copied(dc_p, of * (64 * DV), to * (64 * DV), j[:, None] * DV + y[None, :], (j < n0)[:, None])
+    r, y = tl.arange(0, 16), y0 + tl.arange(0, BV)
+    if n0 < 63:
+        for x in range(0, 2 * DK, 16):  # both planes
+            state = (x + r)[:, None] * DV + y[None, :]
+            _copied(S_p, of * (2 * DK * DV), to * (2 * DK * DV), state, state >= 0)
+    for j in range(0, 64, 16):
+        rows = (j + r)[:, None]
+        _copied(dc_p, of * (64 * DV), to * (64 * DV), rows * DV + y[None, :], rows < n0)
     _copied(X_p, of * (16 * DV), to * (16 * DV), r[:, None] * DV + y[None, :], (r < n0 % 16)[:, None])
 
 
@@ -139,6 +141,9 @@ def _token_kernel(
     y0, first, s = tl.program_id(0) * BV, tl.program_id(1) * HEADS, tl.program_id(2)
     n0, t, b0 = _place(before_p, s)
     read, write = tl.load(read_p + s) * HV, tl.load(write_p + s) * HV
+    if read != write:
+        for h in range(first, first + HEADS):
+            _forked(S_p, dc_p, X_p, read + h, write + h, n0, y0, DK, DV, BV)
     r, j, x, y = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, DK), y0 + tl.arange(0, BV)
     is_k, is_q, old, prior = (r == t)[:, None], (r == (t ^ 8))[:, None], (r < t)[:, None], (j < b0)[:, None]
     second, rows, zero = tl.where(is_q, 1, 0), r[:, None] * DV + y[None, :], tl.zeros((16, BV), tl.float32)
@@ -164,9 +169,6 @@ def _token_kernel(
         tl.store(o_p + at * DV + (0 * second + y[None, :]), o.to(tl.bfloat16), mask=is_q)
         tl.store(X_p + to * (16 * DV) + rows, X, mask=is_k)
         tl.store(dc_p + to * (64 * DV) + (b0 * DV + rows), d, mask=is_k)
-    if read != write:
-        for h in range(first, first + HEADS):
-            _forked(S_p, dc_p, X_p, read + h, write + h, n0, y, DK, DV)
     if n0 == 63:
         tl.debug_barrier()
         for h in range(first, first + HEADS):

@@ -144,22 +144,16 @@ def calls_of(s: LatentSizes, count: int, length: int, device: str) -> dict[str, 
     attended, lse = backend.latent_attend(absorbed, row, plan, scale, s, True)
     out = latent.lift(attended, up, s)
 
-    def attend_by(gluon: bool) -> Callable[[], Any]:
-        from jetrl.kernels.attention import latent_triton
+    def attend() -> Any:
+        return backend.latent_attend(absorbed, row, plan, scale, s, True)
 
-        def call() -> Any:
-            with mock.patch.object(latent_triton, "ROWS_IN_GLUON", gluon):
-                return backend.latent_attend(absorbed, row, plan, scale, s, True)
-
-        assert all(torch.equal(a, b) for a, b in zip(call(), (attended, lse), strict=True)), "other bits"
-        return call
-
+    more: dict[str, Callable[[], Any]] = {}
+    if device == "cuda":
+        assert all(torch.equal(a, b) for a, b in zip(by_gluon(attend), (attended, lse), strict=True)), "other bits"
+        more = {"attend, gluon": partial(by_gluon, attend)}
     return {
         "absorb": lambda: latent.absorb(q, up, s), "lift": lambda: latent.lift(attended, up, s),
-        "attend": attend_by(False) if device == "cuda" else partial(
-            backend.latent_attend, absorbed, row, plan, scale, s, True
-        ),
-        **({"attend, gluon": attend_by(True)} if device == "cuda" else {}),
+        "attend": attend, **more,
         "backward": lambda: backend.latent_backward(grad, q, row, w, up.operand, plan, scale, s, out, lse),
     }
 
@@ -225,6 +219,14 @@ def ops(args: argparse.Namespace) -> Iterator[Row]:
 # shared
 
 
+def by_gluon(call: Callable[[], Any]) -> Any:
+    """`call`, with programs of 64 rows by `latent_rows`."""
+    from jetrl.kernels.attention import latent_triton
+
+    with mock.patch.object(latent_triton, "ROWS_IN_GLUON", True):
+        return call()
+
+
 def decode_of_groups(s: LatentSizes, batch: int, group: int, prompt: int, device: str) -> tuple[Sharing, PagedPlan]:
     """A decode step of `batch` sequences of 512 own keys; the plan with what they share, over pages where they fall."""
     first, own = prompt // PAGE, 512 // PAGE
@@ -256,10 +258,13 @@ def decodes(args: argparse.Namespace) -> Iterator[Row]:
             for shape in ((batch, s.heads, s.rank + s.rope), (batch, s.rank + s.rope), (count, PAGE, s.rank + s.rope))
         )
         plans = {"apart": replace(plan, shared=None), "merged": plan}
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             name: partial(backend_of(q).latent_attend_cached, q, row, pages, p, 0.05, s) for name, p in plans.items()
         }
-        equal = torch.equal(*(call() for call in calls.values()))
+        if args.device == "cuda":
+            calls["merged, gluon"] = partial(by_gluon, calls["merged"])
+        first, *others = (call() for call in calls.values())
+        equal = all(torch.equal(first, other) for other in others)
         if args.device == "cuda":
             times = interleaved({name: graphed(call) for name, call in calls.items()}, rounds=args.repeats * 10)
         else:
@@ -336,7 +341,7 @@ def main() -> None:
     if of_part := [row for row in new if row["part"] == "forms"]:
         print(table(of_part, ["op", "case", "us", "TB/s", "spread %", "bits"]))
     if of_part := [row for row in new if row["part"] == "shared"]:
-        print(table(of_part, ["case", "apart", "merged", "gain", "TB/s apart", "auto merges", "bits"]))
+        print(table(of_part, ["case", "apart", "merged", "merged, gluon", "gain", "TB/s apart", "auto merges", "bits"]))
     if lines := summary(new):
         print(table(lines, list(dict.fromkeys(key for line in lines for key in line))))
     if failed:

@@ -337,6 +337,8 @@ def gluon_case(sizes: LatentSizes) -> None:
         shared_case(latent_triton, sizes)
         for chunk in (7, 300):
             paged_case(latent_triton, sizes, chunk)
+        for slab in (None, 4):
+            merged_case(latent_triton, sizes, slab)
     if sizes.heads <= 16:
         gluon_decode(sizes)
 

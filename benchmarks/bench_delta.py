@@ -116,7 +116,7 @@ def captured(layers: list[Callable[[], object]], device: str) -> Callable[[], ob
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         every()
-    return graph.replay
+    return lambda: (graph.replay(), layers)  # which hold what the graph reads
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.adapters import ops
+from jetrl.kernels.beside import beside
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import Coded, QTensor, Reads
@@ -96,13 +96,7 @@ class Adapter(nn.Module):
     def begin_beside(self, x: Tensor) -> tuple[ops.Begun, Callable[[], None]]:
         """`begin`, where the base needs nothing of it, and what is to be called once the base's GEMM is launched: the
         stream waits there for what runs beside it (`FORK`)."""
-        if not (FORK and x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self.begin(x), _nothing
-        main, beside = torch.cuda.current_stream(), _second_stream(x.device)
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            begun = self.begin(x)
-        return begun, partial(main.wait_stream, beside)
+        return beside(x.device, lambda: self.begin(x)) if FORK else (self.begin(x), _nothing)
 
     def finish(self, y: Tensor, begun: ops.Begun) -> Tensor:
         """The base's output `y` with the adapters', in its place."""
@@ -145,11 +139,6 @@ class Adapter(nn.Module):
 
 def _nothing() -> None:
     """Nothing runs beside."""
-
-
-@cache
-def _second_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
 
 
 def is_adapter(name: str) -> bool:

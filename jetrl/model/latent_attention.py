@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention import latent
-from jetrl.kernels.attention.latent import LatentSizes, Up
+from jetrl.kernels.attention.latent import Entry, LatentSizes, Up, apart
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
@@ -88,14 +88,29 @@ class LatentAttention(Block):
         return y, residual
 
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        side = context.batch.side
+        m, batch, side, plan = self.latent, context.batch, context.batch.side, context.batch.plan
         y, residual = self.add_norm_for(self.q_kv_a, x, residual, side)
-        a = self._attended(self.q_kv_a.infer(y, side), context, no_tap)
-        return self.o.infer(a, side), residual
+        q, kv = self.q_kv_a.infer(y, side).split(self.q_kv_a.sections, -1)
+        if m.query_rank is not None:
+            q = self.q_b.infer(self._latent_norm(self.q_a_norm, q), side)
+        up, pages = self.kv_b.up(), self._pages(context)
+        cache = (pages, plan.slots) if isinstance(plan, PagedPlan) and pages is not None else None
+        entry = Entry(self.kv_a_norm.published, m.eps, context.tables, batch.positions, cache)
+        q, row = latent.enter(q, kv, up, entry, self.sizes)
+        a = latent.attend_absorbed(q, row, pages, plan, self.scale, self.sizes)
+        pow2 = self.o.reads(side).pow2
+        if pow2 is None or not self.o.reads_codes(side):
+            return self.o.infer(latent.lift(a, up, self.sizes), side), residual
+        return self.o.infer(latent.lift_quantize(a, up, self.sizes, pow2), side), residual
+
+    def _pages(self, context: Context) -> Tensor | None:
+        """Of this layer's rows; None for packed sequences, which keep none."""
+        plan = context.batch.plan
+        return plan.cache.state(self.layer, LATENT) if isinstance(plan, PagedPlan) else None
 
     def _attended(self, projected: Tensor, context: Context, tap: Tap) -> Tensor:
         """From the fused projection to the heads' outputs side by side, [T, N * V]."""
-        batch, plan, at = context.batch, context.batch.plan, self.at
+        plan, at = context.batch.plan, self.at
         q, row = self._heads(projected, context, tap)
         if torch.is_grad_enabled():
             assert isinstance(plan, VarlenPlan), "gradients are those of packed sequences"
@@ -104,8 +119,7 @@ class LatentAttention(Block):
             up = self.kv_b.up()
             q = latent.absorb(q, up, self.sizes)
             tap(f"{at}.absorb", q)
-            pages = batch.plan.cache.state(self.layer, LATENT) if isinstance(batch.plan, PagedPlan) else None
-            a = latent.attend_absorbed(q, row, pages, plan, self.scale, self.sizes)
+            a = latent.attend_absorbed(q, row, self._pages(context), plan, self.scale, self.sizes)
             tap(f"{at}.attention", a)
             y = latent.lift(a, up, self.sizes)
         tap(f"{at}.lift", y)
@@ -150,8 +164,3 @@ class LatentAttention(Block):
             "kv_b.weight": (Piece(f"{own}kv_b_proj.weight", (N * (m.nope + m.value), m.rank)),),
             "o.weight": (Piece(f"{own}o_proj.weight", (D, N * m.value)),),
         }
-
-
-def apart(x: Tensor) -> Tensor:
-    """Pairs side by side [..., R] as the even values, then the odd ones: as the rotation by halves takes them."""
-    return x.unflatten(-1, (-1, 2)).mT.flatten(-2).contiguous()

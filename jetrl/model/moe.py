@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from jetrl.kernels.beside import beside
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.gemm import ops as gemm
@@ -199,6 +200,12 @@ class MoE(Block):
         """What is added to the experts' outputs [T, D]: nothing here."""
         return None
 
+    def _shared_beside(self, y: Tensor, side: Side) -> tuple[Tensor | None, Callable[[], None]]:
+        """`shared` beside the routed experts, and what to call before it is used."""
+        if not self.experts.shared_size:
+            return None, lambda: None
+        return beside(y.device, lambda: self.shared(y, side, no_tap))
+
     def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         """The experts [T, k] of each token, by rank, and their weights."""
         logits = self.router(y)
@@ -240,6 +247,7 @@ class MoE(Block):
         side = context.batch.side
         y, residual = self._normed(x, residual)  # the router reads it in BF16
         into, out, count = self.gate_up.recipes[side], self.down.recipes[side], self.experts.count
+        shared, wait_for_shared = self._shared_beside(y, side)
         chosen, weights = self._routed(y, context, no_tap)
         rows: Tensor | QTensor
         if into is not None and out is not None and self.gate_up.reads_codes(side) and self.down.reads_codes(side):
@@ -257,7 +265,8 @@ class MoE(Block):
         else:
             act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
         rows = self.down.infer_rows(act, groups, side)
-        return moe.combine(rows, weights, groups, self.shared(y, side, no_tap)), residual
+        wait_for_shared()
+        return moe.combine(rows, weights, groups, shared), residual
 
     @staticmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:

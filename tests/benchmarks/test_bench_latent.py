@@ -7,7 +7,7 @@ import sys
 
 import bench_latent
 import pytest
-from bench_latent import experts_hit, floor_ms, flops_of_update, summary, weights_of, with_row
+from whole_model import experts_hit, floor_ms, flops_of_update, summary, weights_of, with_row
 
 from jetrl.api import random_model
 from jetrl.spec import SHAPES

@@ -87,13 +87,12 @@ def test_what_a_row_says_of_a_backend() -> None:
 
 
 def test_which_backends_do_without_what() -> None:
-    """What draws on a CPU is no op; the second GEMM backend has no experts and no latent attention. Hopper's have no
-    Gated DeltaNet. All else is everywhere, and the other GPUs' backend has all of it."""
+    """What draws on a CPU is no op; the second GEMM backend has no experts and no latent attention. All
+    else is everywhere."""
     without = {b: {op.name for op in ROWS if op.module(b) is None} for b in dispatch.DEVICE_OF}
-    delta, latent = {op.name for op in tables()["delta"]}, {op.name for op in ROWS if "latent" in op.name}
-    assert without["reference"] == {"sample"} and without["hopper"] == delta
-    assert without["triton"] == set()
-    assert without["hopper_scaled_mm"] == {op.name for op in tables()["experts"]} | delta | latent
+    latent = {op.name for op in ROWS if "latent" in op.name}
+    assert without["reference"] == {"sample"} and without["hopper"] == without["triton"] == set()
+    assert without["hopper_scaled_mm"] == {op.name for op in tables()["experts"]} | latent
 
 
 def test_an_op_that_a_backend_lacks_is_an_error_that_names_both() -> None:

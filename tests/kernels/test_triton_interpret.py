@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 FILES = [
     ("triton_cases.py", 40), ("triton_cache_cases.py", 90), ("triton_experts_cases.py", 60),
     ("triton_attention_cases.py", 22), ("triton_gemm_cases.py", 5), ("triton_adapter_cases.py", 25),
-    ("triton_portable_cases.py", 39), ("triton_portable_model.py", 6), ("triton_latent_cases.py", 26),
+    ("triton_portable_cases.py", 39), ("triton_portable_model.py", 6), ("triton_latent_cases.py", 43),
     ("triton_delta_cases.py", 14), ("triton_delta_backward_cases.py", 9),
 ]
 

@@ -19,7 +19,15 @@ from jetrl.kernels import tiles
 from jetrl.kernels.attention import decode_chain as chain
 from jetrl.kernels.attention import decode_shared as shared
 from jetrl.kernels.attention import decode_split as split
-from jetrl.kernels.attention import latent, latent_chain, latent_shared, latent_triton, portable_few
+from jetrl.kernels.attention import (
+    latent,
+    latent_chain,
+    latent_products,
+    latent_shared,
+    latent_split,
+    latent_triton,
+    portable_few,
+)
 from jetrl.kernels.gemm import coded_rows as coded
 from jetrl.kernels.quantize import e4m3
 from jetrl.kernels.quantize import triton as tq
@@ -54,7 +62,8 @@ def compiled(
     if kernel in (shared._shared_kernel, portable_few._few_kernel) and fp8:
         kinds["scales"] = "*i32"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-    whole = ("n", "x_stride", "codes_stride")  # multiples of 16, as launches find them
+    whole = ("n", "x_stride", "codes_stride", "x_token", "x_head", "kv_token", "w_head", "w_k", "w_out", "out_token")
+    # multiples of 16, as launches find them
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in whole
@@ -199,16 +208,82 @@ def test_shared_latents_fit_and_are_multiplied_as_a_sequences_own(backend: str, 
     steps = latent.STEPS[backend]
     sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "CHUNK": 1024, "UNIT": 128, "TILE": steps.tile}
     few = {"ROWS": 16, "ONE": True, "WHOLE": False, "LSE": False}
+    mma, columns = "mma", {"ROWS": 16, "COLUMNS": 64, "WHOLE": False}
     for kernel, more, warps, stages, word in (
-        (latent_shared._shared_kernel, {"ROWS": steps.shared, "S": 4}, 8, 2, "wgmma" if backend == "hopper" else "mma"),
-        (latent_triton._rows_kernel, few, 4, steps.stages, "mma"),
+        (latent_shared._shared_kernel, {"ROWS": steps.shared, "S": 4}, 8, 2, "wgmma" if backend == "hopper" else mma),
+        *((latent_triton._rows_kernel, few, 4, stages, mma) for stages in sorted(set(steps.stages))),
+        (latent_split._scores_kernel, {"ROWS": 16}, 4, 1, mma), (latent_split._values_kernel, columns, 4, 4, mma),
     ):
         pointers = dict.fromkeys(("queries", "keys", "done"), "*i32")
         pointers |= {"rows": "*bf16", "lse": "*fp32", "natural": "fp32"}
         done = compiled(kernel, False, arch, pointers, (warps, stages), **sizes, **more, PDL=arch >= 90)
         code = done.asm["ttgir"]
-        assert ("warp_group_dot " in code) == (word == "wgmma") and ("tt.dot " in code) == (word == "mma")
+        assert ("warp_group_dot " in code) == (word == "wgmma") and ("tt.dot " in code) == (word == mma)
         assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
         assert resources.used(done.asm["cubin"])["stack"] == 0
         assert done.metadata.shared <= (227 if backend == "hopper" else 99) * 1024
+        if stages > 2:
+            pending = re.search(r"async_wait .*num = (\d)", code)
+            assert pending is not None and int(pending[1]) > 0, "while a tile is computed, the next one is on its way"
     assert latent_shared.add_tile is latent_chain.add_tile is latent_triton.add_tile, "one order of operations"
+    assert latent_split.add_scores is latent_chain.add_scores and latent_split.scores_of is latent_chain.scores_of
+
+
+def in_gluon(kernel: Any, warps: int, **constants: Any) -> Any:
+    """A kernel of `latent_rows` or `latent_few`, compiled for Moonlight's sizes on Hopper."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as build
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants |= {"N": 16, "L": 512, "R": 64, "CHUNK": 1024, "WHOLE": False, "LSE": False, "PDL": True}
+    kinds = dict.fromkeys(("q", "rows", "out"), "*bf16") | dict.fromkeys(("table", "queries", "keys", "done"), "*i32")
+    kinds |= dict.fromkeys(("lse", "tops", "sums", "accs"), "*fp32") | {"scale": "fp32", "natural": "fp32"}
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
+    places = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    return build(
+        GluonASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned),
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": True},
+    )
+
+
+@pytest.mark.parametrize("page", [0, 128])
+def test_many_rows_of_latents_are_multiplied_as_few(page: int) -> None:
+    """In Gluon: no scores are computed twice, instructions are those of Triton's kernel, nothing spills."""
+    from jetrl.kernels.attention.latent_rows import rows_kernel
+
+    done = in_gluon(rows_kernel, 8, PAGE=page)
+    products = re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k16)", done.asm["ptx"])
+    assert [products.count(p) for p in ("m64n32k16", "m64n8k16", "m64n256k16")] == [512 // 16 + 64 // 16, 4, 4]
+    assert len(products) == 44 and done.asm["ptx"].count("fence.proxy.async") >= 2
+    assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 227 * 1024
+
+
+def test_scores_of_the_next_tile_of_latents_are_computed_between_outputs() -> None:
+    """In Gluon: each of 8 warps has one chain of 36 products for scores (and before the loop), and 32 for outputs."""
+    from jetrl.kernels.attention import latent_few
+
+    done = in_gluon(latent_few.few_kernel, latent_few.WARPS, PAGE=128)
+    code = done.asm["ttgir"]
+    assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"} and "warp_group_dot " not in code
+    assert code.count("tt.dot ") == 9 + 9 + 8 + 1 and done.asm["ptx"].count("mma.sync") == 36 + 36 + 32 + 4
+    assert done.metadata.shared <= 227 * 1024 and resources.used(done.asm["cubin"])["stack"] <= 64
+
+
+def test_products_of_latents_fit() -> None:
+    """What enters and what leaves latent attention, of few tokens and of many."""
+    import triton.language as tl
+
+    sizes: dict[str, Any] = {"N": 16, "L": 512, "R": 64, "P": 128, "STEP": 64, "DTYPE": tl.bfloat16, "POW2": False}
+    enter: dict[str, Any] = {"EPS": 1e-6, "PAGED": True, "FEW": latent_products._ROWS, "AHEAD": 128}
+    lift: dict[str, Any] = {"K": 512, "COLUMNS": 128, "COPIED": 0, "w_k": 1, "AHEAD": True}
+    pointers = dict.fromkeys(("kv", "w", "norm", "rows"), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
+    pointers |= {"cos": "*fp32", "sin": "*fp32"}
+    for kernel, more in (
+        (latent_products._enter_kernel, {**enter, "B": 64}), (latent_products._enter_kernel, {**enter, "B": 128}),
+        (latent_products._product_kernel, {**lift, "B": 128}), (latent_products._product_kernel, {**lift, "B": 32}),
+    ):
+        done = compiled(kernel, False, 90, pointers, (4, 4), **sizes, **more)
+        assert done.asm["ptx"].index("prefetch.global.L2") < done.asm["ptx"].index("griddepcontrol.wait")
+        assert done.asm["ttgir"].count("warp_group_dot ") == 1
+        assert resources.used(done.asm["cubin"])["stack"] == 0 and done.metadata.shared <= 113 * 1024

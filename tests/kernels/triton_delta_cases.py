@@ -21,6 +21,7 @@ import triton_portable_cases  # noqa: F401  (loops over numbers that a kernel co
 from rewinding import KEPT, rewound, within_a_block
 from torch import Tensor
 
+from jetrl.kernels.delta import conv as convolution
 from jetrl.kernels.delta import general, packed, reference, tokens
 from jetrl.kernels.delta import triton as td
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts, empty_state
@@ -227,7 +228,7 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         want = reference.conv_heads(wide[:, :channels], weight, sizes, Parts(ends, tuple(lengths)), None)
         x, w = wide.to(DEVICE)[:, :channels], weight.to(DEVICE)
-        got = td.conv_heads(x, w, sizes, parts_of(lengths), None)
+        got = convolution.conv_heads(x, w, sizes, parts_of(lengths), None)
         for name, mine, theirs in zip("qkv", got, want, strict=True):
             error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
             assert mine.shape == theirs.shape and error < 2e-3, f"{name}: relative error {error:.5f}"
@@ -237,7 +238,7 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
             for at, n in ((0, 2), (2, 1), (3, 1), (4, 12), (16, 5)):
                 write = 3 if at < 4 else 2  # another row from then on
                 rows = StateRows(*(torch.tensor([r], device=DEVICE) for r in (read, write)))
-                outs.append(td.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
+                outs.append(convolution.conv_heads(long[at : at + n], w, sizes, parts_of([n], [at], rows), state))
                 read = write
                 for position in range(max(0, at + n - size), at + n):
                     equal(f"kept row {position}", state[write, position % size], long[position])
@@ -255,8 +256,8 @@ def conv_cases() -> Iterator[tuple[str, Case]]:
         one = StateRows(*(torch.tensor(r, device=DEVICE) for r in (read, write)))
         more = StateRows(*(torch.tensor([*r, 2 * count + 3], device=DEVICE) for r in (read, write)))
         other = state.clone()
-        got = td.conv_heads(x[:count], w, sizes, parts_of([1] * count, before, one), state)
-        want = td.conv_heads(x, w, sizes, parts_of([1] * count + [2], [*before, 0], more), other)
+        got = convolution.conv_heads(x[:count], w, sizes, parts_of([1] * count, before, one), state)
+        want = convolution.conv_heads(x, w, sizes, parts_of([1] * count + [2], [*before, 0], more), other)
         for name, mine, theirs in zip("qkv", got, want, strict=True):
             equal(name, mine, theirs[:count])
         equal("rows", state[:-1], other[:-1])

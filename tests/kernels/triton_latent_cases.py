@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,9 +20,9 @@ import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.attention import latent_portable, latent_shared, latent_triton
+from jetrl.kernels.attention import latent_portable, latent_products, latent_shared, latent_split, latent_triton
 from jetrl.kernels.attention import latent_reference as definition
-from jetrl.kernels.attention.latent import LatentSizes
+from jetrl.kernels.attention.latent import Entry, LatentSizes
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.attention.state import SharedPages
 from jetrl.types import PagedPlan, VarlenPlan
@@ -48,6 +49,7 @@ if INTERPRET:
     interpreter.InterpreterBuilder.create_dot = dot
     latent_triton.CHUNK = 64
     latent_triton._PARTIAL_BYTES = 1 << 16  # several slabs
+    latent_triton._MAXIMA = latent_triton._PARTS = interpreter.tl.constexpr(2)  # type: ignore[attr-defined]
     latent_triton._AT_ONCE = interpreter.tl.constexpr(4)  # type: ignore[attr-defined]  # several rounds of a search
 
 
@@ -71,22 +73,100 @@ def near(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def absorbed(kernels: Any, q: Tensor, w: Tensor, sizes: LatentSizes) -> Tensor:
-    return latent_triton.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
+    return latent_products.latent_absorb(q.to(DEVICE), kernels.prepare_latent(w.to(DEVICE), sizes), sizes)
 
 
 def products_case(kernels: Any, sizes: LatentSizes, tokens: int) -> None:
     """Absorb and lift: near the definition, and a token alone as among others."""
     q, _, w = inputs(sizes, (tokens,))
     held, exact = kernels.prepare_latent(w.to(DEVICE), sizes), definition.prepare_latent(w, sizes)
-    got = latent_triton.latent_absorb(q.to(DEVICE), held, sizes)
+    got = latent_products.latent_absorb(q.to(DEVICE), held, sizes)
     near("absorb", got, definition.latent_absorb(q, exact, sizes))
     equal("rope", got[..., sizes.rank :], q[..., sizes.nope :])
-    lifted = latent_triton.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
+    lifted = latent_products.latent_lift(got[..., : sizes.rank].contiguous(), held, sizes)
     near("lift", lifted, definition.latent_lift(got[..., : sizes.rank].cpu(), exact, sizes))
     for i in (0, tokens - 1):
-        equal("one", latent_triton.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
-        one = latent_triton.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
+        equal("one", latent_products.latent_absorb(q[i : i + 1].to(DEVICE), held, sizes), got[i : i + 1].cpu())
+        one = latent_products.latent_lift(got[i : i + 1, :, : sizes.rank].contiguous(), held, sizes)
         equal("one lifted", one, lifted[i : i + 1].cpu())
+
+
+def entered_case(kernels: Any, sizes: LatentSizes, tokens: int, paged: bool) -> None:
+    """The ops before attention in one kernel: the bits of one after another, of rows in pages too; a slice of a wider
+    projection, in which nothing else is read."""
+    g, n, query = torch.Generator().manual_seed(5), sizes.heads, sizes.nope + sizes.rope
+    width = n * query + sizes.rank + sizes.rope
+    projected = torch.randn(tokens, width + 16, generator=g).to(DTYPE)[:, :width]
+    w = (torch.randn(n * (sizes.nope + sizes.value), sizes.rank, generator=g) * 0.05).to(DTYPE)
+    norm = (1 + 0.1 * torch.randn(sizes.rank, generator=g)).to(DTYPE)
+    angles = torch.rand(50, sizes.rope // 2, generator=g) * 6
+    positions = torch.randint(50, (tokens,), generator=g)
+    slots = torch.randperm(3 * tokens, generator=g)[:tokens]
+    slots[tokens // 2] = -1  # padding
+    before = torch.randn(3, tokens, sizes.rank + sizes.rope, generator=g).to(DTYPE)
+    q, kv = projected.split((n * query, sizes.rank + sizes.rope), -1)
+
+    def found(enter: Any, held: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        there = torch.zeros(tokens, width + 16, dtype=DTYPE, device=device)[:, :width].copy_(projected)
+        pages = before.clone().to(device)
+        entry = Entry(
+            norm.to(device), 1e-6, (angles.cos().to(device), angles.sin().to(device)), positions.to(device),
+            (pages, slots.to(device)) if paged else None,
+        )
+        out, row = enter(*there.split((n * query, sizes.rank + sizes.rope), -1), held, entry, sizes)
+        assert (row is None) == paged
+        return out, pages if row is None else row
+
+    held = kernels.prepare_latent(w.to(DEVICE), sizes)
+    out, rows = found(latent_products.latent_enter, held, DEVICE)
+    defined, want = found(definition.latent_enter, definition.prepare_latent(w, sizes), torch.device("cpu"))
+    equal("rows", rows, want)
+    equal("rotated", out[..., sizes.rank :], defined[..., sizes.rank :])
+    near("absorbed", out, defined)
+    turned = torch.cat((q.reshape(tokens, n, query)[..., : sizes.nope], defined[..., sizes.rank :]), -1)
+    equal("absorbed", out, latent_products.latent_absorb(turned.to(DEVICE), held, sizes))
+
+
+def quantized_case(kernels: Any, sizes: LatentSizes, tokens: int) -> None:
+    """Lifted rows as codes: those of the quantizer."""
+    _, _, w = inputs(sizes, (1,))
+    a = torch.randn(tokens, sizes.heads, sizes.rank, generator=torch.Generator().manual_seed(6)).to(DTYPE).to(DEVICE)
+    held = kernels.prepare_latent(w.to(DEVICE), sizes)
+    lifted = latent_products.latent_lift(a, held, sizes).cpu()
+    for pow2 in (False, True):
+        got = latent_products.latent_lift_quantize(a, held, sizes, pow2)
+        want = base.backend.quantize_act(lifted, pow2, None)
+        equal("codes", got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        equal("scales", got.scale, want.scale)
+        assert (got.granularity, got.row_sections, got.col_sections) == (
+            want.granularity, want.row_sections, want.col_sections
+        )
+
+
+def split_case(kernels: Any, sizes: LatentSizes, longest: int) -> None:
+    """Few sequences with one token each: scores by tiles and values by columns have the bits of one program a chunk."""
+    unit, g = 64 if INTERPRET else 128, torch.Generator().manual_seed(7)
+    lengths = [1, longest, 63, longest // 2 + 1][: latent_split.SEQUENCES]
+    count, width = len(lengths), -(-longest // unit)
+    table = torch.randperm(count * width, generator=g).view(count, width).int().to(DEVICE)
+    pages = torch.randn(count * width, unit, sizes.rank + sizes.rope, generator=g).to(DTYPE).to(DEVICE)
+    q = (torch.randn(count, sizes.heads, sizes.rank + sizes.rope, generator=g) * 0.5).to(DTYPE).to(DEVICE)
+    plan = PagedPlan(
+        None, torch.arange(count + 1, dtype=torch.int32, device=DEVICE), (1,) * count,  # type: ignore[arg-type]
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE), (width,) * count, table,
+        torch.full((count,), -1, device=DEVICE),
+    )
+    calls: list[int] = []
+    attend = latent_split.attend_chunks
+    counted = mock.patch.object(latent_triton, "attend_chunks", lambda *given: (calls.append(1), attend(*given)))
+    with counted:
+        got = kernels.latent_attend_cached(q, None, pages, plan, SCALE, sizes)
+        with mock.patch.object(latent_split, "SEQUENCES", 0):
+            want = kernels.latent_attend_cached(q, None, pages, plan, SCALE, sizes)
+    assert calls == [1], "the kernels of few sequences were to be called once"
+    equal("split", got, want)
+    there = replace(plan, kv_lengths=plan.kv_lengths.cpu(), block_table=table.cpu(), cu_seqlens=plan.cu_seqlens.cpu())
+    near("split", got, definition.latent_attend_cached(q.cpu(), None, pages.cpu(), there, SCALE, sizes))
 
 
 def packed_case(kernels: Any, sizes: LatentSizes) -> None:
@@ -233,6 +313,60 @@ def merged_case(kernels: Any, sizes: LatentSizes, slab: int | None) -> None:
         assert not torch.equal(attended(known, None).cpu(), want), "the rubbish is seen by who reads it"
 
 
+def gluon_case(sizes: LatentSizes) -> None:
+    """Programs of 64 rows by `latent_rows`: the bits of `latent_triton`'s, packed and over pages, of several chunks,
+    with and without log-sums, wherever slabs begin; and those of decode steps."""
+    q, row, w = inputs(sizes, LENGTHS)
+    q, row, plan = absorbed(latent_triton, q, w, sizes), row.to(DEVICE), plan_of(LENGTHS, DEVICE)
+    short = plan_of((1, 300, 77), DEVICE)
+
+    def attended() -> list[Any]:
+        return [
+            *latent_triton.latent_attend(q, row, plan, SCALE, sizes, True),
+            latent_triton.latent_attend(q, row, plan, SCALE, sizes, False)[0],
+            *latent_triton.latent_attend(q[:378], row[:378], short, SCALE, sizes, True),
+        ]
+
+    want = attended()
+    both = {"ROWS_IN_GLUON": True, "FEW_IN_GLUON": True}
+    with mock.patch.multiple(latent_triton, **both):
+        for name, got, known in zip("abcde", attended(), want, strict=True):
+            equal(f"gluon {name}", got, known.cpu())
+        ragged_case(latent_triton, sizes, False)
+        ragged_case(latent_triton, sizes, True)
+        shared_case(latent_triton, sizes)
+        for chunk in (7, 300):
+            paged_case(latent_triton, sizes, chunk)
+    if sizes.heads <= 16:
+        gluon_decode(sizes)
+
+
+def gluon_decode(sizes: LatentSizes) -> None:
+    """Decode steps by `latent_few`: the bits of `latent_triton`'s programs, of one chunk and of several; the last one's
+    row is written first, and what lies behind it is rubbish."""
+    g = torch.Generator().manual_seed(8)
+    for lengths in ((1, 63, 64, 65, 128, 129, 1000, 1024), (1, 1024, 1025, 1088, 1089, 2048, 3000, 5000, 7)):
+        count, width = len(lengths), -(-max(lengths) // PAGE)
+        table = torch.randperm(count * width, generator=g).view(count, width).int()
+        pages = torch.randn(count * width, PAGE, sizes.rank + sizes.rope, generator=g).to(DTYPE)
+        for i, n in enumerate(lengths):
+            pages[table[i, (n - 1) // PAGE], (n - 1) % PAGE + 1 :] = 1e30
+        q = (torch.randn(count, sizes.heads, sizes.rank + sizes.rope, generator=g) * 0.5).to(DTYPE).to(DEVICE)
+        plan = PagedPlan(
+            None, torch.arange(count + 1, dtype=torch.int32, device=DEVICE), (1,) * count,  # type: ignore[arg-type]
+            torch.tensor(lengths, dtype=torch.int32, device=DEVICE), (width,) * count, table.to(DEVICE),
+            torch.full((count,), -1, device=DEVICE),
+        )
+
+        found: list[Tensor] = []
+        for gluon in (False, True):
+            flag = mock.patch.object(latent_triton, "FEW_IN_GLUON", gluon)
+            with flag, mock.patch.object(latent_split, "SEQUENCES", 0):
+                found.append(latent_triton.latent_attend_cached(q, None, pages.to(DEVICE), plan, SCALE, sizes))
+        assert found[0].isfinite().all()
+        equal("gluon decode", found[1], found[0].cpu())
+
+
 def refused_case(kernels: Any) -> None:
     for sizes in (LatentSizes(16, 128, 64, 500, 128), LatentSizes(128, 128, 64, 512, 128)):
         try:
@@ -255,16 +389,25 @@ def _cases() -> Iterator[tuple[str, Case]]:
             of = f"{kernels.__name__.rpartition('.')[2]} {name}"
             for tokens in (1, 66) if INTERPRET else (1, 64, 150):
                 yield f"products {of} {tokens}", partial(products_case, kernels, sizes, tokens)
+            for tokens, paged in ((1, True), (70, False)):
+                yield f"entered {of} {tokens}", partial(entered_case, kernels, sizes, tokens, paged)
+            yield f"quantized {of}", partial(quantized_case, kernels, sizes, 70)
+            for longest in (60, 150) if INTERPRET else (900, 5000):
+                yield f"split {of} {longest}", partial(split_case, kernels, sizes, longest)
             yield f"packed {of}", partial(packed_case, kernels, sizes)
             yield f"shared {of}", partial(shared_case, kernels, sizes)
             if latent_shared.merges(STEPS[kernels], sizes.heads):
                 yield f"merged {of}", partial(merged_case, kernels, sizes, None)
             for together in (True, False) if name == "16 heads" else ():
                 yield f"ragged {of} {together}", partial(ragged_case, kernels, sizes, together)
+            if kernels is latent_triton and not INTERPRET and torch.cuda.get_device_capability()[0] == 9:
+                yield f"gluon {of}", partial(gluon_case, sizes)
             for chunk in (40,) if INTERPRET else (7, 64, 300):
                 yield f"paged {of} {chunk}", partial(paged_case, kernels, sizes, chunk)
     for kernels in (latent_triton, latent_portable):
         yield f"merged in slabs {kernels.__name__}", partial(merged_case, kernels, SIZES["16 heads"], 4)
+        whole = SIZES["16 heads"]._replace(value=128)
+        yield f"quantized heads {kernels.__name__}", partial(quantized_case, kernels, whole, 66)
         yield f"refused {kernels.__name__}", partial(refused_case, kernels)
 
 

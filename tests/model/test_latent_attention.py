@@ -17,9 +17,10 @@ from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.export import export, quantization_config
 from jetrl.kernels.attention import latent_reference
+from jetrl.kernels.attention.latent import apart
 from jetrl.kernels.dispatch import load_backend
 from jetrl.model.deepseek_moe import DeepSeekMoE
-from jetrl.model.latent_attention import LatentAttention, apart
+from jetrl.model.latent_attention import LatentAttention
 from jetrl.model.master import masters_of
 from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer

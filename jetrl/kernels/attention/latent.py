@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.types import PagedPlan, VarlenPlan
 
@@ -30,18 +31,19 @@ class LatentSizes(NamedTuple):
 
 class Steps(NamedTuple):
     """Of a GPU's backend: keys of a tile, the least rows of a program where sequences have several tokens, steps on
-    their way with few rows, the most heads, and rows of a program that reads what sequences share."""
+    their way with few rows (where each may have a processor, and else), the most heads, and rows of a program that
+    reads what sequences share."""
 
     tile: int
     rows: int
-    stages: int
+    stages: tuple[int, int]
     heads: int
     shared: int
 
 
 STEPS = {
-    "hopper": Steps(64, 64, 1, 64, 64), "hopper_scaled_mm": Steps(64, 64, 1, 64, 64),
-    "triton": Steps(32, 16, 2, 32, 32),
+    "hopper": Steps(64, 64, (3, 2), 64, 64), "hopper_scaled_mm": Steps(64, 64, (3, 2), 64, 64),
+    "triton": Steps(32, 16, (2, 2), 32, 32),
 }
 LEAST = 16  # the smallest part of a row that the kernels of a GPU take
 
@@ -82,6 +84,29 @@ def prepare(w: Tensor, sizes: LatentSizes, held: Any = None) -> Any:
     return backend_of(w).prepare_latent(w, sizes, held)
 
 
+def apart(x: Tensor) -> Tensor:
+    """Pairs side by side [..., R] as the even values, then the odd ones: as the rotation by halves takes them."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2).contiguous()
+
+
+class Entry(NamedTuple):
+    """What `enter` needs beside projections: weight [L] and epsilon of the latents' norm, cos and sin [positions, R/2],
+    where tokens stand [T], and, where rows are kept, pages [pages, page, L + R] and slots [T] (-1: nowhere)."""
+
+    norm: Tensor
+    eps: float
+    tables: tuple[Tensor, Tensor]
+    positions: Tensor
+    cache: tuple[Tensor, Tensor] | None
+
+
+def enter(q: Tensor, kv: Tensor, up: Up, entry: Entry, sizes: LatentSizes) -> tuple[Tensor, Tensor | None]:
+    """`q` [T, N * (P + R)] and `kv` [T, L + R] of the projections -> absorbed, rotated queries [T, N, L + R], and the
+    rows [T, L + R]; with pages, the rows are written there, and None is returned for them. No gradient."""
+    found: tuple[Tensor, Tensor | None] = backend_of(q).latent_enter(q, kv, up.operand, entry, sizes)
+    return found
+
+
 def absorb(q: Tensor, up: Up, sizes: LatentSizes) -> Tensor:
     """`q` [T, N, P + R], rotated -> [T, N, L + R]; no gradient."""
     return backend_of(q).latent_absorb(q, up.operand, sizes)
@@ -92,13 +117,20 @@ def lift(a: Tensor, up: Up, sizes: LatentSizes) -> Tensor:
     return backend_of(a).latent_lift(a, up.operand, sizes)
 
 
+def lift_quantize(a: Tensor, up: Up, sizes: LatentSizes, pow2: bool) -> QTensor:
+    """`quantize_act(lift(...), pow2)`: what an FP8 linear reads of it."""
+    found: QTensor = backend_of(a).latent_lift_quantize(a, up.operand, sizes, pow2)
+    return found
+
+
 def attend_absorbed(
-    q: Tensor, row: Tensor, pages: Tensor | None, plan: VarlenPlan | PagedPlan, scale: float, sizes: LatentSizes
+    q: Tensor, row: Tensor | None, pages: Tensor | None, plan: VarlenPlan | PagedPlan, scale: float, sizes: LatentSizes
 ) -> Tensor:
     """`q` [T, N, L + R] over rows [T, L + R] -> [T, N, L], no gradient. `PagedPlan`: the rows are written to `pages`
-    [pages, page, L + R] of the layer first, then each query attends to its sequence's."""
+    [pages, page, L + R] of the layer first (None: they are there), then each query attends to its sequence's."""
     backend = backend_of(q)
     if isinstance(plan, VarlenPlan):
+        assert row is not None
         return backend.latent_attend(q, row, plan, scale, sizes, False)[0]
     assert pages is not None
     return backend.latent_attend_cached(q, row, pages, plan, scale, sizes)

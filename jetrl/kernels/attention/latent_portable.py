@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from jetrl.kernels.attention import latent_triton, portable
 from jetrl.kernels.attention.latent import STEPS as STEPS_OF
 from jetrl.kernels.attention.latent import LatentSizes
-from jetrl.kernels.attention.latent_triton import Operand, expanded_backward
+from jetrl.kernels.attention.latent_products import Operand
+from jetrl.kernels.attention.latent_triton import expanded_backward
 from jetrl.types import PagedPlan, VarlenPlan
 
 STEPS = STEPS_OF["triton"]
@@ -39,10 +40,10 @@ def latent_attend(
 
 
 def latent_attend_cached(
-    q: Tensor, row: Tensor, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes
+    q: Tensor, row: Tensor | None, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes
 ) -> Tensor:
-    """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots`; then `q` [T, N, L + R] over the pages
-    of its sequences -> [T, N, L]."""
+    """Write the rows [T, L + R] (None: they are there) to `pages` [pages, page, L + R] at `plan.slots`; then `q` [T, N,
+    L + R] over the pages of its sequences -> [T, N, L]."""
     return latent_triton.latent_attend_cached(q, row, pages, plan, scale, sizes, STEPS)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.attention.latent import LatentSizes, Steps
-from jetrl.kernels.attention.latent_chain import add_tile
+from jetrl.kernels.attention.latent_chain import add_tile, queries_of
 from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.launch import LAUNCH, begin
 
@@ -49,8 +49,7 @@ def _shared_kernel(
     alive = (sequence >= low) & (sequence < high)
     if tl.max(alive.to(tl.int32), axis=0) > 0:
         at = sequence.to(tl.int64) * N + r % N
-        qc = tl.load(q + at[:, None] * (L + R) + e[None, :], mask=alive[:, None], other=0.0)
-        qr = tl.load(q + at[:, None] * (L + R) + (L + f)[None, :], mask=alive[:, None], other=0.0)
+        qc, qr = queries_of(q, at, alive, L, R)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
         pages = table + tl.load(members + group * S) * width

@@ -1,10 +1,10 @@
 """Latent attention as Triton kernels for Hopper: the forward passes of training and rollout, and the write to pages.
+(`latent_products` has what comes before and after it.)
 
-    absorb, lift   BF16 products head by head, in tiles of 64 tokens; a row depends on itself alone
-    attend         rows (token, head) over chunks of 1,024 keys at absolute positions, in tiles of 64 keys:
-                   s = q . row in one FP32 chain, the latent first; p = bf16(exp2((s - max) * scale)); the sum of p is a
-                   column of ones beside the values, so it has their order in every layout
-    merge          a row's chunks from the first to the last, in FP32, rounded once; the log-sum-exp of the row
+    attend   rows (token, head) over chunks of 1,024 keys at absolute positions, in tiles of 64 keys:
+             s = q . row in one FP32 chain, the latent first; p = bf16(exp2((s - max) * scale)); the sum of p is a
+             column of ones beside the values, so it has their order in every layout
+    merge    a row's chunks from the first to the last, in FP32, rounded once; the log-sum-exp of the row
 
 A decode step has 16 or 32 rows in a program, a prompt, a packed sequence or what decoding sequences share
 (`latent_shared`) 64: the tensor core gives a row equal bits in all of these. So who computes a row changes nothing, and
@@ -31,49 +31,30 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.attention.latent import STEPS, LatentSizes, Steps, require_page, require_sizes
-from jetrl.kernels.attention.latent_chain import add_tile
+from jetrl.kernels.attention.latent_chain import add_tile, queries_of
+from jetrl.kernels.attention.latent_products import Operand
 from jetrl.kernels.attention.latent_shared import UNIT, begin_chunks, merges
+from jetrl.kernels.attention.latent_split import attend_chunks, splits
 from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
-from jetrl.kernels.launch import LAUNCH, begin
+from jetrl.kernels.launch import CAPABILITY, LAUNCH, begin
 from jetrl.types import PagedPlan, VarlenPlan
 
 CHUNK = 1024  # keys
 _PARTIAL_BYTES = 1 << 28  # of partial outputs held at once
 _AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
+_MAXIMA = tl.constexpr(32)  # of chunks, and
+_PARTS = tl.constexpr(4)  # partial outputs of chunks, that a merge reads at the same time
+_PROCESSORS = 132
+# Whether programs of 64 rows are `latent_rows`', and those of 16 `latent_few`'s. Neither has been run yet: to be set
+# once tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops forms` says that
+# they are faster.
+ROWS_IN_GLUON, FEW_IN_GLUON = False, False
 _LOG2E = math.log2(math.e)
 
 
 HOPPER = STEPS["hopper"]
-Operand = Tensor  # kv_b [N * (P + V), L], as it is published: captured steps read its memory
-
-
-@triton.jit
-def _product_kernel(
-    x, w, out, T, x_token, x_head, w_head, w_k, w_out, out_token, out_head, K: tl.constexpr, B: tl.constexpr,
-    COLUMNS: tl.constexpr, COPIED: tl.constexpr, copied_from, copied_to, STEP: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`out = x @ w` of a head for 64 tokens, a tile of B columns; the first tile also copies COPIED columns of x."""
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
-    head, column = tl.program_id(1), tl.program_id(2) * B + tl.arange(0, B)
-    alive = (token < T)[:, None]
-    acc = tl.zeros([64, B], tl.float32)
-    for first in range(0, K, STEP):
-        k = first + tl.arange(0, STEP)
-        a = tl.load(x + token[:, None] * x_token + head * x_head + k[None, :], mask=alive & (k < K)[None, :], other=0.0)
-        at = w + head * w_head + k[:, None] * w_k + column[None, :] * w_out
-        b = tl.load(at, mask=(k < K)[:, None] & (column < COLUMNS)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc)
-    to = out + token[:, None] * out_token + head * out_head + column[None, :]
-    tl.store(to, acc.to(DTYPE), mask=alive & (column < COLUMNS)[None, :])
-    if COPIED > 0:
-        if tl.program_id(2) == 0:
-            e = tl.arange(0, COPIED)
-            v = tl.load(x + token[:, None] * x_token + head * x_head + copied_from + e[None, :], mask=alive, other=0.0)
-            tl.store(out + token[:, None] * out_token + head * out_head + copied_to + e[None, :], v, mask=alive)
 
 
 @triton.jit
@@ -119,6 +100,47 @@ def _left(tops, sums, accs, to, known, ROWS: tl.constexpr, L: tl.constexpr):
     return top, total, tl.load(accs + at, mask=known[:, None], other=0.0)
 
 
+@triton.jit
+def _write(
+    out, lse, at, lse_at, alive, top, sum_of, acc, natural, ROWS: tl.constexpr, L: tl.constexpr, LSE: tl.constexpr
+):
+    """The result of rows that have one chunk."""
+    result = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * L + tl.arange(0, L)[None, :], result, mask=alive[:, None])
+    if LSE:
+        tl.store(lse + lse_at, top * natural + tl.log(sum_of), mask=alive)
+
+
+@triton.jit
+def _end(
+    out, lse, tops, sums, accs, row0, mine, low, high, all_tokens, chunks, chunk, top, total, acc, natural, alone,
+    N: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr, WHOLE: tl.constexpr, LSE: tl.constexpr,
+):
+    """Of rows whose chunk has ended: the result, if there is no other chunk (WHOLE, or `alone` among rows that have
+    several), else what a merge reads."""
+    r, sum_of = tl.arange(0, ROWS), tl.max(total, axis=1)  # of 16 equal columns
+    token = row0 + r // N
+    alive = (r // N < mine) & (token >= low) & (token < high)
+    at, lse_at = token.to(tl.int64) * N + r % N, (r % N) * all_tokens + token
+    if WHOLE:
+        _write(out, lse, at, lse_at, alive, top, sum_of, acc, natural, ROWS, L, LSE)
+    elif alone:  # a merge adds to zero: no -0 stays
+        _write(out, lse, at, lse_at, alive, top, sum_of, acc + 0.0, natural, ROWS, L, LSE)
+    else:
+        to = (at - low.to(tl.int64) * N) * chunks + chunk
+        tl.store(tops + to, top, mask=alive)
+        tl.store(sums + to, sum_of, mask=alive)
+        tl.store(accs + to[:, None] * L + tl.arange(0, L)[None, :], acc, mask=alive[:, None])
+
+
+@triton.jit
+def _is_alone(place, before, count, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether the block of TOKENS tokens in which token `place` of a sequence is sees the first chunk of its keys only;
+    `count` tokens follow `before` keys."""
+    here = place // TOKENS * TOKENS
+    return before + tl.minimum(here + TOKENS, count) <= CHUNK
+
+
 @triton.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
 def _rows_kernel(
     q, rows, table, queries, keys, done, out, lse, tops, sums, accs, scale, natural, width, low, high, sequences, first,
@@ -154,63 +176,73 @@ def _rows_kernel(
         token = r // N
         alive = (token < mine) & (row0 + token >= low) & (row0 + token < high)
         at = (row0 + token).to(tl.int64) * N + r % N
-        qc = tl.load(q + at[:, None] * (L + R) + e[None, :], mask=alive[:, None], other=0.0)
-        qr = tl.load(q + at[:, None] * (L + R) + (L + f)[None, :], mask=alive[:, None], other=0.0)
+        qc, qr = queries_of(q, at, alive, L, R)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 16], tl.float32)
-        to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
         if UNIT > 0:
+            to = ((row0 + token - low).to(tl.int64) * N + r % N) * chunks + chunk
             top, total, acc = _left(tops, sums, accs, to, alive & (begun > chunk * CHUNK), ROWS, L)
+        pages = table + sequence * width
+        page = tl.load(pages + (begun // PAGE if PAGE > 0 else 0))
         for t in range(begun, end, TILE):
             if PAGE > 0:
-                line = tl.load(table + sequence * width + t // PAGE).to(tl.int64) * PAGE + t % PAGE + k
+                line = page.to(tl.int64) * PAGE + t % PAGE + k
+                page = tl.load(pages + tl.minimum(t + TILE, end - 1) // PAGE)  # the next tile's: rows need not wait
             else:  # behind the last key lie others, or nothing
                 line = origin.to(tl.int64) + tl.minimum(t + k, depth - 1)
             c = tl.load(rows + line[:, None] * (L + R) + e[None, :])
             kr = tl.load(rows + line[:, None] * (L + R) + (L + f)[None, :])
             seen = (t + k)[None, :] <= (pos0 + token)[:, None]
             top, total, acc = add_tile(qc, qr, c, kr, seen, top, total, acc, scale, ROWS, TILE, True)
-        sum_of = tl.max(total, axis=1)  # of 16 equal columns
-        if WHOLE:
-            result = tl.div_rn(acc, tl.broadcast_to(sum_of[:, None], [ROWS, L])).to(out.dtype.element_ty)
-            tl.store(out + at[:, None] * L + e[None, :], result, mask=alive[:, None])
-            if LSE:
-                tl.store(lse + (r % N) * all_tokens + row0 + token, top * natural + tl.log(sum_of), mask=alive)
-        else:
-            tl.store(tops + to, top, mask=alive)
-            tl.store(sums + to, sum_of, mask=alive)
-            tl.store(accs + to[:, None] * L + e[None, :], acc, mask=alive[:, None])
+        alone = _is_alone(here, depth - count, count, tokens, CHUNK)
+        if UNIT > 0:  # a merge reads all
+            alone = alone & (UNIT == 0)
+        _end(
+            out, lse, tops, sums, accs, row0, mine, low, high, all_tokens, chunks, chunk, top, total, acc, natural,
+            alone, N, ROWS, L, WHOLE, LSE,
+        )
 
 
 @triton.jit(do_not_specialize=["low", "first", "sequences", "all_tokens", "chunks"])
 def _merge_kernel(
     tops, sums, accs, queries, keys, out, lse, scale, natural, low, first, sequences, all_tokens, chunks,
     N: tl.constexpr, L: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr, BB: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The chunks of one row (token, head), from the first to the last."""
+    """The chunks of HEADS heads of a token, from the first to the last. TOKENS: of a block, if not 0; blocks that have
+    one chunk are final."""
     begin(PDL)
-    inside = tl.program_id(0).to(tl.int64)
-    token, head = low + inside // N, inside % N
+    inside = tl.program_id(0).to(tl.int64) * HEADS
+    token = low + inside // N
     b = tl.arange(0, BB)
     starts = tl.load(queries + b, mask=b < sequences, other=0x7FFFFFFF) - first
     sequence = tl.sum((starts <= token).to(tl.int32), axis=0) - 1
     start = tl.load(queries + sequence) - first
     count = tl.load(queries + sequence + 1) - first - start
     depth = tl.load(keys + sequence) if PAGED else tl.load(keys + sequence + 1) - tl.load(keys + sequence)
-    if token - start < count:
+    left = token - start < count
+    if TOKENS > 0:
+        left = left & (_is_alone(token - start, depth - count, count, TOKENS, CHUNK) == 0)
+    if left:
         live = (depth - count + token - start) // CHUNK + 1
-        e = tl.arange(0, L)
-        top = float("-inf")
-        for c in range(0, live):
-            top = tl.maximum(top, tl.load(tops + inside * chunks + c))
-        total, acc = 0.0, tl.zeros([L], tl.float32)
-        for c in range(0, live):
-            part = tl.exp2((tl.load(tops + inside * chunks + c) - top) * scale)
-            total += tl.load(sums + inside * chunks + c) * part
-            acc += tl.load(accs + (inside * chunks + c) * L + e) * part
-        done = tl.div_rn(acc, tl.zeros([L], tl.float32) + total)
-        tl.store(out + (token * N + head) * L + e, done.to(out.dtype.element_ty))
+        e, c = tl.arange(0, L)[None, :], tl.arange(0, _MAXIMA)[None, :]
+        row = inside + tl.arange(0, HEADS)
+        head, at = row % N, row * chunks
+        tops_of = tl.full([HEADS, _MAXIMA], float("-inf"), tl.float32)
+        for begun in tl.range(0, live, _MAXIMA, num_stages=1):
+            some = tl.load(tops + at[:, None] + begun + c, mask=begun + c < live, other=float("-inf"))
+            tops_of = tl.maximum(tops_of, some)
+        top = tl.max(tops_of, axis=1)
+        total, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, L], tl.float32)
+        for begun in tl.range(0, live, _PARTS, num_stages=1):
+            for i in tl.static_range(_PARTS):  # all are on their way before the first is added
+                of, here = at + begun + i, begun + i < live
+                part = tl.exp2((tl.load(tops + of, mask=here, other=float("-inf")) - top) * scale)
+                total = tl.where(here, total + tl.load(sums + of, mask=here, other=0.0) * part, total)
+                x = tl.load(accs + of[:, None] * L + e, mask=here, other=0.0)
+                acc = tl.where(here, acc + x * part[:, None], acc)
+        done = tl.div_rn(acc, tl.broadcast_to(total[:, None], [HEADS, L]))
+        tl.store(out + (token * N + head)[:, None] * L + e, done.to(out.dtype.element_ty))
         if LSE:
             tl.store(lse + head * all_tokens + token, top * natural + tl.log(total))
 
@@ -220,40 +252,6 @@ def prepare_latent(w: Tensor, sizes: LatentSizes, held: Any = None, steps: Steps
     require_sizes(sizes, steps)
     assert w.is_contiguous() and w.shape == (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
     return w
-
-
-def _products(
-    x: Tensor, w: Tensor, out: Tensor, sizes: LatentSizes, k: int, columns: int, strides: tuple[int, int],
-    copied: tuple[int, int, int] = (0, 0, 0),
-) -> Tensor:
-    """Head by head; `strides` of a head's matrix along k and along the columns. `x`, `out` are [T, N, ...]."""
-    tokens, block = len(x), min(128, triton.next_power_of_2(columns))
-    if tokens:
-        _product_kernel[(triton.cdiv(tokens, 64), sizes.heads, triton.cdiv(columns, block))](
-            x, w, out, tokens, x.stride(0), x.stride(1), (sizes.nope + sizes.value) * sizes.rank, *strides,
-            out.stride(0), out.stride(1), K=k, B=block, COLUMNS=columns, COPIED=copied[0], copied_from=copied[1],
-            copied_to=copied[2], STEP=64 if k >= 64 else 16, DTYPE=_TYPES[x.dtype], num_warps=4, num_stages=3,
-            enable_fp_fusion=False, **LAUNCH,
-        )
-    return out
-
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-def latent_absorb(q: Tensor, operand: Operand, sizes: LatentSizes) -> Tensor:
-    """`q` [T, N, P + R] -> [T, N, L + R]."""
-    assert q.stride(2) == 1
-    out = torch.empty(len(q), sizes.heads, sizes.rank + sizes.rope, dtype=q.dtype, device=q.device)
-    copied = (sizes.rope, sizes.nope, sizes.rank)
-    return _products(q, operand, out, sizes, sizes.nope, sizes.rank, (sizes.rank, 1), copied)
-
-
-def latent_lift(a: Tensor, operand: Operand, sizes: LatentSizes) -> Tensor:
-    """`a` [T, N, L] -> [T, N * V]."""
-    out = torch.empty(len(a), sizes.heads, sizes.value, dtype=a.dtype, device=a.device)
-    values = operand[sizes.nope :]  # of the first head; the others follow at the same distance
-    return _products(a, values, out, sizes, sizes.rank, sizes.value, (1, sizes.rank)).flatten(1)
 
 
 def latent_attend(
@@ -272,15 +270,18 @@ def latent_attend(
 
 
 def latent_attend_cached(
-    q: Tensor, row: Tensor, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes, steps: Steps = HOPPER
+    q: Tensor, row: Tensor | None, pages: Tensor, plan: PagedPlan, scale: float, sizes: LatentSizes,
+    steps: Steps = HOPPER,
 ) -> Tensor:
-    """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere); then `q` [T, N, L + R]
-    over the pages of its sequences -> [T, N, L]. Leading sequences with one query each run in programs of few rows;
-    where all have one, pages that they share are read once for several (`latent_shared`)."""
-    page, width = pages.shape[1], row.shape[1]
+    """Write the rows [T, L + R] to `pages` [pages, page, L + R] at `plan.slots` (-1: nowhere; None: all are
+    there); then `q` [T, N, L + R] over the pages of its sequences -> [T, N, L]. Leading sequences with one query each
+    run in programs of few rows, or, if they are few, by tiles and columns (`latent_split`); where all have one, pages
+    that they share are read once for several (`latent_shared`)."""
+    page, width = pages.shape[1], pages.shape[2]
     require_page(page, steps)
-    assert pages.is_contiguous() and row.stride(1) == 1
-    if len(row):
+    assert pages.is_contiguous()
+    if row is not None and len(row):
+        assert row.stride(1) == 1
         _write_kernel[(len(row),)](
             row, pages, plan.slots, row.stride(0), width, B=triton.next_power_of_2(width), num_warps=4, **LAUNCH
         )
@@ -307,9 +308,33 @@ def blocks_of(tokens: int, lengths: tuple[int, ...], size: int) -> int:
     return (tokens - 1 + (apart + 1) * (size - 1)) // size + 1
 
 
-def form_of(rows: int, steps: Steps) -> tuple[int, int]:
-    """Warps of a program with so many rows, and tiles on their way. No bit depends on them."""
-    return 4 if rows < steps.tile else 8, steps.stages if rows < 64 else 2
+def form_of(rows: int, blocks: int, steps: Steps) -> tuple[int, int]:
+    """Warps of programs with so many rows, and tiles on their way. No bit depends on them. Of few rows two programs
+    share a processor and hide each other's waits, where there are surely so many; else each reads a tile ahead (one
+    H200, 1 x 8192: 43 us instead of 55, 64 x 4096: 99 instead of 95). `blocks` bounds programs of a chunk; how many
+    chunks have keys is not known."""
+    if rows >= 64:
+        return 8, 2
+    return 4 if rows < steps.tile else 8, steps.stages[0 if blocks <= _PROCESSORS else 1]
+
+
+def _kernel_of(
+    q: Tensor, one: bool, paged: bool, block: int, blocks: int, sizes: LatentSizes, steps: Steps,
+    shared: SharedPages | None,
+) -> tuple[Any, dict[str, Any]]:
+    """What computes `block` rows over a chunk, and its constants."""
+    if CAPABILITY[0] == 9 and q.dtype == torch.bfloat16 and (steps.tile, sizes.rank, sizes.rope) == (64, 512, 64):
+        if ROWS_IN_GLUON and block == 64 and not one:
+            from jetrl.kernels.attention.latent_rows import rows_kernel
+
+            return rows_kernel, {"num_warps": 8}
+        if FEW_IN_GLUON and block == 16 and one and paged and shared is None:
+            from jetrl.kernels.attention import latent_few
+
+            return latent_few.few_kernel, {"num_warps": latent_few.WARPS}
+    warps, stages = form_of(block, blocks, steps)
+    constants = {"ROWS": block, "TILE": steps.tile, "ONE": one, "UNIT": 0 if shared is None else UNIT}
+    return _rows_kernel, constants | {"num_warps": warps, "num_stages": stages}
 
 
 def _attend(
@@ -323,8 +348,8 @@ def _attend(
     if not tokens or not any(lengths):
         return
     few, one = triton.next_power_of_2(max(16, heads)), set(lengths) == {1}
+    at_once = math.gcd(heads, 4)  # heads that a program merges
     block = few if one else max(steps.rows, few)
-    warps, stages = form_of(block, steps)
     chunks = triton.cdiv(deepest, CHUNK)
     whole = chunks == 1 and shared is None
     slab = tokens if whole else max(1, min(tokens, _PARTIAL_BYTES // (4 * heads * sizes.rank * chunks)))
@@ -335,23 +360,34 @@ def _attend(
         accs = torch.empty(slab * heads * chunks * sizes.rank, dtype=torch.float32, device=device)
     lse_at = empty if lse is None else lse
     common = dict(N=heads, L=sizes.rank, CHUNK=CHUNK, LSE=lse is not None, enable_fp_fusion=False, **LAUNCH)
+    split = one and table is not None and shared is None and splits(sequences, deepest, heads)
+    state = tops, sums, accs
     for low in range(0, tokens, slab):
         high = min(tokens, low + slab)
         if shared is not None:
             assert table is not None
-            state = tops, sums, accs
             begin_chunks(q, rows, table, shared, state, scale * _LOG2E, sizes, low, high, chunks, CHUNK, steps)
         blocks = high - low if one else blocks_of(high - low, lengths, block // heads)
-        _rows_kernel[(blocks, chunks)](
-            q, rows, queries if table is None else table, queries, keys, queries if shared is None else shared.first,
-            out, lse_at, tops, sums, accs, scale * _LOG2E, scale, 0 if table is None else table.stride(0), low, high,
-            sequences, first, tokens, chunks, R=sizes.rope, ROWS=block, TILE=steps.tile, PAGE=page, ONE=one,
-            UNIT=0 if shared is None else UNIT, WHOLE=whole, num_warps=warps, num_stages=stages, **common,
-        )
+        if split:
+            assert table is not None
+            attend_chunks(
+                q, rows, table, queries, keys, out, state, scale * _LOG2E, sizes, low, high, first, chunks, CHUNK,
+                whole, steps,
+            )
+        else:
+            kernel, more = _kernel_of(q, one, page > 0, block, blocks, sizes, steps, shared)
+            kernel[(blocks, chunks)](
+                q, rows, queries if table is None else table, queries, keys,
+                queries if shared is None else shared.first, out, lse_at, *state, scale * _LOG2E, scale,
+                0 if table is None else table.stride(0), low, high, sequences, first, tokens, chunks, R=sizes.rope,
+                PAGE=page, WHOLE=whole, **more, **common,
+            )
         if not whole:
-            _merge_kernel[((high - low) * heads,)](
-                tops, sums, accs, queries, keys, out, lse_at, scale * _LOG2E, scale, low, first, sequences, tokens,
-                chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences), num_warps=4, **common,
+            _merge_kernel[((high - low) * heads // at_once,)](
+                *state, queries, keys, out, lse_at, scale * _LOG2E, scale, low, first, sequences, tokens,
+                chunks, PAGED=page > 0, BB=triton.next_power_of_2(sequences),
+                TOKENS=0 if split or shared is not None else 1 if one else block // heads, HEADS=at_once, num_warps=4,
+                **common,
             )
 
 

@@ -12,6 +12,8 @@ _latent = partial(
     triton="attention.latent_portable",
 )
 
+_products = partial(_latent, hopper="attention.latent_products", triton="attention.latent_products")
+
 OPS = (
     _attend("attend"),
     _attend("attend_backward"),
@@ -23,8 +25,10 @@ OPS = (
     Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),
     Op("qkv_norm_rope_backward", reference="attention.reference", hopper="attention.heads"),
     _latent("prepare_latent"),
-    _latent("latent_absorb", triton="attention.latent_triton"),
-    _latent("latent_lift", triton="attention.latent_triton"),
+    _products("latent_enter"),
+    _products("latent_absorb"),
+    _products("latent_lift"),
+    _products("latent_lift_quantize"),
     _latent("latent_attend"),
     _latent("latent_attend_cached"),
     _latent("latent_backward"),

@@ -17,6 +17,7 @@ from jetrl.kernels.delta.parts import HeadSizes, Parts
 
 _EPS = tl.constexpr(1e-6)  # of L2 norms
 _ROWS = 32  # in a program
+_SUM_ROWS = 16  # of `_conv_sums_kernel`, which holds what each of them reads
 _CHANNELS = 128
 
 
@@ -38,14 +39,15 @@ def _conv_sums_kernel(
     here = live[:, None] & inside[None, :]
     local = tl.load(local_p + start + r, mask=live, other=0)
     x_p += start * stride + channel
-    total = tl.zeros((R, D), tl.float32)
+    total, taken = tl.zeros((R, D), tl.float32), ()
     for i in tl.static_range(W):
         back = W - 1 - i
         seen = here & (local >= back)[:, None]
-        at = (r - back).to(tl.int64)[:, None] * stride + c[None, :]
         w = tl.load(w_p + (channel + c) * W + i, mask=inside, other=0.0).to(tl.float32)
-        total += w[None, :] * tl.load(x_p + at, mask=seen, other=0.0).to(tl.float32)
-    sig = tl.div_rn(1.0, tl.exp(-total) + 1.0)
+        x = tl.load(x_p + (r - back)[:, None] * stride + c[None, :], mask=seen, other=0.0)
+        total += w[None, :] * x.to(tl.float32)
+        taken = taken + (x,)  # type: ignore[assignment]
+    sig = 1.0 / (tl.exp(-total) + 1.0)
     if is_v:
         at = ((start * HV + head - 2 * HK) * DV) + (r[:, None] * (HV * DV) + c[None, :])
         d = tl.load(dv_p + at, mask=here, other=0.0).to(tl.float32)
@@ -56,18 +58,14 @@ def _conv_sums_kernel(
         else:
             up = tl.load(dk_p + at, mask=here, other=0.0).to(tl.float32)
         y = total * sig
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(y * y, axis=1) + _EPS))[:, None]
+        inverse = tl.math.rsqrt(tl.sum(y * y, axis=1) + _EPS)[:, None]
         y *= inverse
         d = inverse * (up - y * tl.sum(up * y, axis=1)[:, None])
     d *= sig * (1.0 + total * (1.0 - sig))
     tl.store(sum_p + (start * C + channel) + (r[:, None] * C + c[None, :]), d, mask=here)
     dw_p += block.to(tl.int64) * (W * C) + channel
     for i in tl.static_range(W):
-        back = W - 1 - i
-        seen = here & (local >= back)[:, None]
-        at = (r - back).to(tl.int64)[:, None] * stride + c[None, :]
-        x = tl.load(x_p + at, mask=seen, other=0.0).to(tl.float32)
-        tl.store(dw_p + i * C + c, tl.sum(d * x, axis=0), mask=inside)
+        tl.store(dw_p + i * C + c, tl.sum(d * taken[i].to(tl.float32), axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -97,15 +95,15 @@ def conv_heads_backward(
     cu, place = parts.cu_seqlens, torch.arange(rows, dtype=torch.int32, device=x.device)
     part = torch.searchsorted(cu[1:].contiguous(), place, right=True)
     local, left = place - cu[part], cu[part + 1] - 1 - place
-    blocks = triton.cdiv(rows, _ROWS)
+    blocks = triton.cdiv(rows, _SUM_ROWS)
     sums = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
     by_block = torch.empty(blocks, width, channels, dtype=torch.float32, device=x.device)
     _conv_sums_kernel[(blocks, 2 * hk + hv)](
         x, weight, *(t.contiguous() for t in grads), local, sums, by_block, x.stride(0), rows, HK=hk, HV=hv, DK=dk,
-        DV=dv, D=triton.next_power_of_2(max(dk, dv)), W=width, R=_ROWS, num_warps=4,
+        DV=dv, D=triton.next_power_of_2(max(dk, dv)), W=width, R=_SUM_ROWS, num_warps=8,
     )
     dx = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    _conv_inputs_kernel[(blocks, triton.cdiv(channels, _CHANNELS))](
+    _conv_inputs_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _CHANNELS))](
         sums, weight, left, dx, rows, channels, W=width, R=_ROWS, N=_CHANNELS, num_warps=4,
     )
     return dx, by_block.sum(0).T.contiguous()
@@ -127,9 +125,9 @@ def _gate_grads_kernel(
     dy = tl.load(dy_p + start * D + at, mask=here, other=0.0).to(tl.float32)
     z = tl.load(gate_p + ((n // H) * stride + (n % H) * step)[:, None] + c[None, :], mask=here, other=0.0)
     z = z.to(tl.float32)
-    sig = tl.div_rn(1.0, tl.exp(-z) + 1.0)
+    sig = 1.0 / (tl.exp(-z) + 1.0)
     if NORM:
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / D + EPS))[:, None]
+        inverse = tl.math.rsqrt(tl.sum(x * x, axis=1) / D + EPS)[:, None]
         w = tl.load(w_p + c, mask=inside, other=0.0).to(tl.float32)[None, :]
         x *= inverse
         dgate = dy * (x * w) * (sig * (1.0 + z * (1.0 - sig)))

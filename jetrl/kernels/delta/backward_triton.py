@@ -43,7 +43,7 @@ from torch import Tensor
 from jetrl.kernels.delta.parts import CHUNK, Parts
 
 _COLUMNS = 32  # of values, in a program that walks over states
-_KEYS = 64  # columns of dq and dk in a program
+_KEYS = 128  # columns of dq and dk in a program
 
 
 @triton.jit
@@ -403,7 +403,7 @@ def delta_rule_backward(
     decays = room(3, 64, dtype=wide)
     _pairs_kernel[(chunks, hv, 2)](
         q, k, v, grad, beta, start, count, sums, inverse, d, d_grad, right, pairs, under, dv_all, dbeta, decays, scale,
-        **sizes, DV=dv, num_warps=4, num_stages=1,
+        **sizes, DV=dv, num_warps=4, num_stages=1, maxnreg=168,
     )
     part = min(_KEYS, dk)
     steps, sum_grads = (room(dk // part, 64, dtype=wide) for _ in range(2))

@@ -10,7 +10,7 @@ def _backward(name: str, gpu: str) -> Op:
 
 
 OPS = (
-    Op("conv_heads", reference="delta.reference", hopper="delta.triton"),
+    Op("conv_heads", reference="delta.reference", hopper="delta.conv"),
     _backward("conv_heads", "delta.backward_rows"),
     Op("delta_gates", reference="delta.reference", hopper="delta.triton"),
     Op("delta_rule", reference="delta.reference", hopper="delta.triton"),

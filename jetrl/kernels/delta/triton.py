@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU: the delta rule's forms, the convolution, gates and norms.
+"""Gated DeltaNet on a GPU: the delta rule's forms, gates and norms; the convolution is in `conv.py`.
 
 `reference.py` has the formulas. Sums are the tensor core's here (BF16 operands, an FP32 accumulator), so last bits are
 not a CPU's. The rule has three forms: `general.py` for any pieces of sequences, `tokens.py` for one token of each, and
@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.delta.conv import conv_heads
 from jetrl.kernels.delta.general import general_rule
 from jetrl.kernels.delta.packed import packed_rule
-from jetrl.kernels.delta.parts import CHUNK, DeltaState, HeadSizes, Parts
+from jetrl.kernels.delta.parts import CHUNK, DeltaState, Parts
 from jetrl.kernels.delta.tokens import token_rule
-
-_EPS = tl.constexpr(1e-6)  # of L2 norms
 
 
 def delta_rule(
@@ -36,119 +35,7 @@ def delta_rule(
     return general_rule(q, k, v, g, beta, parts, kept)
 
 
-# ---- the convolution, gates and norms -------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["stride"])
-def _conv_kernel(
-    x_p, w_p, state_p, q_p, k_p, v_p, cu_p, part_p, before_p, read_p, write_p, stride, HK: tl.constexpr,
-    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-    KEPT: tl.constexpr, SINGLE: tl.constexpr,
-):
-    """A (row, head): products in order, the oldest first; SiLU; of queries and keys the L2 norm. A state: `R` rows.
-    `SINGLE`: a row is a sequence's, and is kept here; else by `_conv_keep_kernel`, when all have read."""
-    t, head = tl.program_id(0), tl.program_id(1)
-    C: tl.constexpr = 2 * HK * DK + HV * DV
-    is_v = head >= 2 * HK
-    width = tl.where(is_v, DV, DK)
-    first = tl.where(is_v, 2 * HK * DK + (head - 2 * HK) * DV, head * DK)
-    c = tl.arange(0, D)
-    inside, channel = c < width, first + c
-    if SINGLE:
-        part, local = t, t * 0
-    else:
-        part = tl.load(part_p + t)
-        local = t - tl.load(cu_p + part)
-    total = tl.zeros((D,), tl.float32)
-    for i in tl.static_range(W):
-        back = W - 1 - i
-        value = tl.load(x_p + (t - back).to(tl.int64) * stride + channel, mask=inside & (local >= back), other=0.0)
-        if KEPT:
-            place = tl.load(before_p + part) + local - back
-            row = tl.load(read_p + part) * R + tl.maximum(place, 0) % R
-            kept = tl.load(state_p + row * C + channel, mask=inside & (local < back) & (place >= 0), other=0.0)
-            value = tl.where(local >= back, value, kept)
-        total = total + tl.load(w_p + channel * W + i, mask=inside, other=0.0).to(tl.float32) * value.to(tl.float32)
-    y = (total * tl.div_rn(1.0, tl.exp(-total) + 1.0)).to(tl.bfloat16)
-    if is_v:
-        tl.store(v_p + (t * HV + head - 2 * HK) * DV + c, y, mask=inside)
-    else:
-        wide = tl.where(inside, y.to(tl.float32), 0.0)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, axis=0) + _EPS))
-        y = (wide * inverse).to(tl.bfloat16)
-        if head < HK:
-            tl.store(q_p + (t * HK + head) * DK + c, y, mask=inside)
-        else:
-            tl.store(k_p + (t * HK + head - HK) * DK + c, y, mask=inside)
-    if SINGLE:
-        _keep_row(x_p + t.to(tl.int64) * stride, state_p, before_p, read_p, write_p, t, channel, inside, C, R)
-
-
-@triton.jit
-def _keep_row(x_p, state_p, before_p, read_p, write_p, s, channel, inside, C: tl.constexpr, R: tl.constexpr):
-    """These channels of a sequence's one row, for later passes; and of earlier ones, if it leaves them elsewhere."""
-    before, read, write = tl.load(before_p + s), tl.load(read_p + s), tl.load(write_p + s)
-    tl.debug_barrier()  # what is written over has been read
-    if read != write:
-        for back in range(1, R):
-            at, there = tl.maximum(before - back, 0) % R * C + channel, inside & (before >= back)
-            tl.store(state_p + write * R * C + at, tl.load(state_p + read * R * C + at, mask=there), mask=there)
-    at = tl.maximum(before, 0) % R * C + channel  # padding has -1
-    tl.store(state_p + write * R * C + at, tl.load(x_p + channel, mask=inside), mask=inside & (before >= 0))
-
-
-@triton.jit(do_not_specialize=["stride"])
-def _conv_keep_kernel(
-    x_p, state_p, cu_p, before_p, read_p, write_p, stride, C, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr
-):
-    """The last R rows of a sequence, for later passes. Those of earlier passes are copied to another row, if the
-    sequence leaves its state there; in its own they have their places. `B`: a power of two, at least R."""
-    s = tl.program_id(0)
-    channel, i = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, B)
-    start = tl.load(cu_p + s)
-    count, before = tl.load(cu_p + s + 1) - start, tl.load(before_p + s)
-    read, write = tl.load(read_p + s), tl.load(write_p + s)
-    local = count - R + i  # below 0: a row of an earlier pass
-    place = before + local
-    here = (channel < C)[None, :] & ((i < R) & (place >= 0))[:, None]
-    new, old = here & (local >= 0)[:, None], here & ((local < 0) & (read != write))[:, None]
-    rows = (tl.maximum(place, 0) % R)[:, None] * C + channel[None, :]
-    x = tl.load(x_p + (start + local)[:, None].to(tl.int64) * stride + channel[None, :], mask=new, other=0.0)
-    kept = tl.load(state_p + read * R * C + rows, mask=old, other=0.0)
-    tl.store(state_p + write * R * C + rows, tl.where(local[:, None] >= 0, x, kept), mask=new | old)
-
-
-def conv_heads(
-    x: Tensor, weight: Tensor, sizes: HeadSizes, parts: Parts, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.conv_heads`; rows of `x` may be those of a wider tensor."""
-    hk, hv, dk, dv = sizes
-    count, width, device = len(x), weight.shape[1], x.device
-    assert x.stride(1) == 1 and weight.is_contiguous() and width <= 5
-    q, k = (torch.empty(count, hk, dk, dtype=x.dtype, device=device) for _ in range(2))
-    v = torch.empty(count, hv, dv, dtype=x.dtype, device=device)
-    kept = state is not None and parts.rows is not None
-    single = kept and parts.single
-    part = parts.cu_seqlens
-    if not single:
-        places = torch.arange(count, dtype=torch.int32, device=device)
-        part = torch.searchsorted(part[1:].contiguous(), places, right=True)
-    read, write = (part, part) if parts.rows is None else (parts.rows.read, parts.rows.write)
-    held, size = (state, state.shape[1]) if state is not None else (x, 1)
-    before = parts.before if parts.before is not None else parts.cu_seqlens
-    _conv_kernel[(count, 2 * hk + hv)](
-        x, weight, held, q, k, v, parts.cu_seqlens, part, before, read, write, x.stride(0), HK=hk, HV=hv, DK=dk, DV=dv,
-        D=triton.next_power_of_2(max(dk, dv)), W=width, R=size, KEPT=kept, SINGLE=single, num_warps=1,
-        enable_fp_fusion=False,
-    )
-    if kept and not single:
-        block = triton.next_power_of_2(size)
-        n = max(32, 1024 // block)
-        _conv_keep_kernel[(len(parts.lengths), triton.cdiv(x.shape[1], n))](
-            x, held, parts.cu_seqlens, before, read, write, x.stride(0), x.shape[1], R=size, B=block, N=n,
-            num_warps=4,
-        )
-    return q, k, v
+# ---- gates and norms ------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["HV", "count"])

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,13 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all blocks of a forward pass share: the batch, the whole cos and sin tables of the rotary embedding, and
-    where routers note what they do (None: nowhere)."""
+    """What all blocks of a forward pass share: the batch, the whole cos and sin tables of the rotary embedding, where
+    routers note what they do (None: nowhere), and what the first block of a kind made of the batch for those after."""
 
     batch: ForwardBatch
     tables: tuple[Tensor, Tensor]
     routes: Routes | None = None
+    made: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

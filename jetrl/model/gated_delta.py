@@ -60,7 +60,8 @@ class GatedDelta(Block):
         x, z = qkvz[:, :channels], qkvz[:, channels:].unflatten(-1, (self.sizes.value_heads, self.sizes.value_dim))
         if isinstance(plan, VarlenPlan) and plan.keys is not None:  # a part goes on from its stem: both are computed
             x, logits = x[plan.keys.rows], logits[plan.keys.rows]
-        parts = parts_of(plan)
+        if (parts := context.made.get("delta_parts")) is None:
+            parts = context.made["delta_parts"] = parts_of(plan)
         conv = kept = None
         if isinstance(plan, PagedPlan):
             conv = plan.cache.state(self.layer, CONV)

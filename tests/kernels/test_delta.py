@@ -309,3 +309,11 @@ def test_names_of_the_ops() -> None:
         assert getattr(ops, forward).__name__ == getattr(reference, forward).__name__ == forward
         assert forward == name or getattr(backward, name).__name__ == name
     assert backward.CHUNK == CHUNK == 64
+
+
+def test_what_kernels_make_of_lengths_is_made_once() -> None:
+    parts = parts_of([3, 1, 2])
+    assert parts.owners().tolist() == [0, 0, 0, 1, 2, 2] and parts.owners() is parts.owners()
+    rows = StateRows(torch.tensor([0, 0, 0]), torch.tensor([2, 3, 4]))
+    assert [p.single for p in (parts, parts_of([1, 1, 1]), parts_of([1, 1, 1], [4, 0, 9], rows))] == [0, 0, 1]
+    assert not parts_of([1, 2, 1], [4, 0, 9], rows).single

@@ -102,7 +102,7 @@ def conv_heads_backward(
     (hk, hv, dk, dv), (rows, channels), width = sizes, x.shape, weight.shape[1]
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == torch.bfloat16
     cu, place = parts.cu_seqlens, torch.arange(rows, dtype=torch.int32, device=x.device)
-    part = torch.searchsorted(cu[1:].contiguous(), place, right=True)
+    part = parts.owners()
     local, left = place - cu[part], cu[part + 1] - 1 - place
     blocks, taps = triton.cdiv(rows, _TILES * _TILE), weight.T.contiguous()  # [W, C]: channels side by side
     sums = torch.empty(rows, channels, dtype=torch.float32, device=x.device)

@@ -359,13 +359,16 @@ def _decay_kernel(
 
 def chunks_of(parts: Parts) -> tuple[Tensor, Tensor, Tensor, int]:
     """The first chunk of each sequence [B + 1]; of each chunk the first token and the number of tokens [C]; C."""
+    if (made := parts.made.get("chunks")) is not None:
+        return made  # type: ignore[no-any-return]
     cu, total = parts.cu_seqlens, sum(-(-n // CHUNK) for n in parts.lengths)
     counts = (cu.diff() + (CHUNK - 1)) // CHUNK
     base = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     chunk = torch.arange(total, dtype=torch.int32, device=cu.device)
     sequence = torch.searchsorted(base[1:].contiguous(), chunk, right=True)
     start = cu[sequence] + (chunk - base[sequence]) * CHUNK
-    return base, start, (cu[sequence + 1] - start).clamp_max(CHUNK), total
+    parts.made["chunks"] = base, start, (cu[sequence + 1] - start).clamp_max(CHUNK), total
+    return chunks_of(parts)
 
 
 def delta_rule_backward(

@@ -149,10 +149,7 @@ def conv_heads(
     v = torch.empty(count, hv, dv, dtype=x.dtype, device=device)
     kept = state is not None and parts.rows is not None
     single = kept and parts.single
-    part = parts.cu_seqlens
-    if not single:
-        places = torch.arange(count, dtype=torch.int32, device=device)
-        part = torch.searchsorted(part[1:].contiguous(), places, right=True)
+    part = parts.cu_seqlens if single else parts.owners()
     launch = {"HK": hk, "HV": hv, "DK": dk, "DV": dv, "D": triton.next_power_of_2(max(dk, dv)), "W": width}
     launch |= {"num_warps": 1, "enable_fp_fusion": False}
     if not kept:

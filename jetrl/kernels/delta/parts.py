@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,19 @@ class Parts:
     lengths: tuple[int, ...]
     before: Tensor | None = None  # [B] int32
     rows: StateRows | None = None
+    made: dict[str, Any] = field(default_factory=dict, compare=False)  # of the lengths by kernels, for all layers
 
     @property
     def single(self) -> bool:
         """Whether each sequence has one token in this pass, and leaves a state."""
         return self.before is not None and self.rows is not None and self.lengths == (1,) * len(self.lengths)
+
+    def owners(self) -> Tensor:
+        """The sequence of each row [T] int64."""
+        if "owners" not in self.made:
+            places = torch.arange(sum(self.lengths), dtype=torch.int32, device=self.cu_seqlens.device)
+            self.made["owners"] = torch.searchsorted(self.cu_seqlens[1:].contiguous(), places, right=True)
+        return self.made["owners"]  # type: ignore[no-any-return]
 
     def starts(self) -> list[int]:
         """The first row of each."""

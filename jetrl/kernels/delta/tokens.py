@@ -26,7 +26,7 @@ from jetrl.kernels.delta.parts import DeltaState, Parts
 _PART = 64  # columns of a value head in a program
 _HEADS = 1  # value heads that a program computes, one after the other, the next one's memory asked for meanwhile
 _WARPS, _STAGES = 4, 2
-_REGISTERS = 128  # of a thread: four programs on a processor
+_REGISTERS, _KEYS_REGISTERS = 128, 168  # of a thread: 4 programs on a processor, 12 (of a warp) for what keys need
 
 
 @triton.jit
@@ -34,6 +34,11 @@ def _place(before_p, s):
     """The token's row in its chunk, its row in its block, and the block's first row. Padding has -1 before it."""
     n0 = tl.maximum(tl.load(before_p + s), 0) % 64
     return n0, n0 % 16, n0 // 16 * 16
+
+
+@triton.jit
+def _copied(state_p, read, write, at, mask):
+    tl.store(state_p + write + at, tl.load(state_p + read + at, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["HK"])
@@ -74,27 +79,23 @@ def _keys_kernel(
                 L = tl.sum(tl.where(is_k & before[None, :], LP, 0.0), 0)
                 for u in tl.static_range(15):
                     T = tl.where(u < t, T - tl.sum(tl.where(r == u, L, 0.0), 0) * rows[n * 15 + u], T)
-                TP = tl.where(is_k, T[None, :], tl.where((r <= t)[None, :], LP, 0.0)).to(tl.bfloat16)
-                tl.store(TP_p + at * 32 + (second * 16 + r[None, :]), TP, mask=both)
+                P = tl.where((r <= t)[None, :], LP, 0.0).to(tl.bfloat16)
+                tl.store(TP_p + at * 32 + (16 * second + r[None, :]), P, mask=is_q)
+                tl.store(TP_p + at * 32 + r, T.to(tl.bfloat16))  # apart from P, it keeps a layout of 16 numbers
                 tl.store(T_p + to * 4 + r + t * 16, T)
                 tl.store(G_p + to + n0, runs[n])
             else:
                 tl.store(LP_p + at * 128 + (second * 64 + (b + r)[None, :]), LP.to(tl.bfloat16), mask=both)
             if read != write:
                 tl.store(G_p + to + b + r, sums[n], mask=before)
-                for u in tl.static_range(15):
-                    tl.store(T_p + to * 4 + r + u * 16, rows[n * 15 + u], mask=(r >= 0) & own & (u < t))
+                square = r[:, None] * 16 + r[None, :]
+                _copied(T_p, (read * GROUP + n) * 256, to * 4, square, (r < t)[:, None] & own)
         if own:
             tl.store(kc_p + write * (64 * DK) + n0 * DK + x, k)
             tl.store(kq_p + here * (2 * DK) + x, k)
             tl.store(kq_p + here * (2 * DK) + DK + x, q)
         if read != write:
             tl.store(kc_p + write * (64 * DK) + tile, old, mask=before[:, None])
-
-
-@triton.jit
-def _copied(state_p, read, write, at, mask):
-    tl.store(state_p + write + at, tl.load(state_p + read + at, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def token_rule(
     pair, rows, own = (v.new_empty(count, *shape) for shape in ((hk, 2, dk), (hv, 2, 64), (hv, 2, 16)))
     _keys_kernel[(4, hk, count)](
         q, k, g, beta, *place, kept.keys, kept.sums, kept.inverse, pair, rows, own, hk, GROUP=hv // hk, DK=dk,
-        num_warps=1, num_stages=1, enable_fp_fusion=False,
+        num_warps=1, num_stages=1, maxnreg=_KEYS_REGISTERS, enable_fp_fusion=False,
     )
     block, heads = min(_PART, dv), _HEADS if hv % _HEADS == 0 else 1
     _token_kernel[(dv // block, hv // heads, count)](

@@ -85,6 +85,15 @@ def _score(s, queries, rings, slot, b: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def _zeros(BLOCKS: gl.constexpr):
+    """Outputs before the first tile."""
+    found = ()
+    for _ in gl.static_range(BLOCKS):
+        found = found + (gl.zeros([_ROWS, _WIDTH], gl.float32, layout=_MMA),)
+    return found
+
+
+@gluon.jit
 def _weights(s, top, scale):
     """Of scores: BF16 weights as a left operand, new maxima, and what rescales older results."""
     new = gl.maximum(top, gl.max(s, axis=1))
@@ -171,9 +180,7 @@ def few_kernel(
         ones = gl.full([_TILE, 16], 1.0, gl.bfloat16, layout=_RIGHT)
         top = gl.full([_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _MMA))
         total = gl.zeros([_ROWS, 16], gl.float32, layout=_MMA)
-        parts = ()
-        for _ in gl.static_range(BLOCKS - 1):
-            parts = parts + (gl.zeros([_ROWS, _WIDTH], gl.float32, layout=_MMA),)
+        parts = _zeros(BLOCKS - 1)
         async_copy.wait_group(1)
         gl.thread_barrier()
         heads = _queries(rings, BLOCKS)

@@ -236,7 +236,9 @@ def in_gluon(kernel: Any, warps: int, **constants: Any) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants |= {"N": 16, "L": 512, "R": 64, "CHUNK": 1024, "WHOLE": False, "LSE": False, "PDL": True}
-    kinds = dict.fromkeys(("q", "rows", "out"), "*bf16") | dict.fromkeys(("table", "queries", "keys", "done"), "*i32")
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    kinds = dict.fromkeys(("table", "queries", "keys", "done", "members", "tiles_of"), "*i32")
+    kinds |= dict.fromkeys(("q", "rows", "out"), "*bf16")
     kinds |= dict.fromkeys(("lse", "tops", "sums", "accs"), "*fp32") | {"scale": "fp32", "natural": "fp32"}
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
@@ -247,12 +249,12 @@ def in_gluon(kernel: Any, warps: int, **constants: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("page", [0, 128])
-def test_many_rows_of_latents_are_multiplied_as_few(page: int) -> None:
+@pytest.mark.parametrize(("name", "page"), [("rows_kernel", 0), ("rows_kernel", 128), ("shared_kernel", 128)])
+def test_many_rows_of_latents_are_multiplied_as_few(name: str, page: int) -> None:
     """In Gluon: no scores are computed twice, instructions are those of Triton's kernel, nothing spills."""
-    from jetrl.kernels.attention.latent_rows import rows_kernel
+    from jetrl.kernels.attention import latent_rows
 
-    done = in_gluon(rows_kernel, 8, PAGE=page)
+    done = in_gluon(getattr(latent_rows, name), 8, PAGE=page, S=4, UNIT=128)
     products = re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k16)", done.asm["ptx"])
     assert [products.count(p) for p in ("m64n32k16", "m64n8k16", "m64n256k16")] == [512 // 16 + 64 // 16, 4, 4]
     assert len(products) == 44 and done.asm["ptx"].count("fence.proxy.async") >= 2

@@ -146,7 +146,7 @@ def quantized_case(kernels: Any, sizes: LatentSizes, tokens: int) -> None:
 def split_case(kernels: Any, sizes: LatentSizes, longest: int) -> None:
     """Few sequences with one token each: scores by tiles and values by columns have the bits of one program a chunk."""
     unit, g = 64 if INTERPRET else 128, torch.Generator().manual_seed(7)
-    lengths = [1, longest, 63, longest // 2 + 1][: latent_split.SEQUENCES]
+    lengths = [1, longest, 63, longest // 2 + 1]
     count, width = len(lengths), -(-longest // unit)
     table = torch.randperm(count * width, generator=g).view(count, width).int().to(DEVICE)
     pages = torch.randn(count * width, unit, sizes.rank + sizes.rope, generator=g).to(DTYPE).to(DEVICE)
@@ -159,7 +159,7 @@ def split_case(kernels: Any, sizes: LatentSizes, longest: int) -> None:
     calls: list[int] = []
     attend = latent_split.attend_chunks
     counted = mock.patch.object(latent_triton, "attend_chunks", lambda *given: (calls.append(1), attend(*given)))
-    with counted:
+    with counted, mock.patch.object(latent_split, "SEQUENCES", len(lengths)):
         got = kernels.latent_attend_cached(q, None, pages, plan, SCALE, sizes)
         with mock.patch.object(latent_split, "SEQUENCES", 0):
             want = kernels.latent_attend_cached(q, None, pages, plan, SCALE, sizes)
@@ -337,6 +337,8 @@ def gluon_case(sizes: LatentSizes) -> None:
         shared_case(latent_triton, sizes)
         for chunk in (7, 300):
             paged_case(latent_triton, sizes, chunk)
+        for slab in (None, 4):
+            merged_case(latent_triton, sizes, slab)
     if sizes.heads <= 16:
         gluon_decode(sizes)
 

@@ -52,15 +52,12 @@ def _copy_tile(rings, slot, rows, page, inside, L: gl.constexpr, R: gl.constexpr
 
 
 @gluon.jit
-def _queries(q, token, N: gl.constexpr, BLOCKS: gl.constexpr):
-    """A token's heads as left operands, by blocks of columns; zeros behind the last head."""
-    r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _LEFT))
-    column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _LEFT))
-    at = q + (token.to(gl.int64) * N + r)[:, None] * (BLOCKS * _WIDTH) + column[None, :]
-    found = ()
-    for b in gl.static_range(BLOCKS):
-        found = found + (gl.load(at + b * _WIDTH, mask=(r < N)[:, None], other=0.0),)
-    return found
+def _copy_queries(to, q, token, first, N: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy columns of a token's heads, from column `first` on; zeros behind the last head."""
+    r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = first + gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    at = q + (token.to(gl.int64) * N + r)[:, None] * WIDTH + column[None, :]
+    async_copy.async_copy_global_to_shared(to, at, mask=(r < N)[:, None])
 
 
 @gluon.jit
@@ -70,6 +67,15 @@ def _block(rings, slot, b: gl.constexpr, BLOCKS: gl.constexpr):
         return rings[0].index(slot).slice(b * _WIDTH, _WIDTH, dim=1)
     else:
         return rings[1].index(slot)
+
+
+@gluon.jit
+def _queries(rings, BLOCKS: gl.constexpr):
+    """The queries, which were copied to the third slot, as left operands, by blocks of columns."""
+    found = ()
+    for b in gl.static_range(BLOCKS):
+        found = found + (_block(rings, 2, b, BLOCKS).slice(0, _ROWS, dim=0).load(_LEFT),)
+    return found
 
 
 @gluon.jit
@@ -150,6 +156,9 @@ def few_kernel(
             gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _TILE, L], _BLOCK),
             gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _TILE, R], _BLOCK),
         )
+        token = gl.load(queries + sequence) - first
+        _copy_queries(rings[0].index(2).slice(0, _ROWS, dim=0), q, token, 0, N, L + R, _COPY)
+        _copy_queries(rings[1].index(2).slice(0, _ROWS, dim=0), q, token, L, N, L + R, _COPY_KEYS)
         pages, last = table + sequence * width, end - 1
         _copy_tile(rings, 0, rows, gl.load(pages + begun // PAGE), begun % PAGE, L, R, PAGE)
         async_copy.commit_group()
@@ -158,8 +167,6 @@ def few_kernel(
             _copy_tile(rings, 1, rows, gl.load(pages + second // PAGE), second % PAGE, L, R, PAGE)
         async_copy.commit_group()
         page = gl.load(pages + gl.minimum(begun + 2 * _TILE, last) // PAGE)
-        token = gl.load(queries + sequence) - first
-        heads = _queries(q, token, N, BLOCKS)
         k = gl.arange(0, _TILE, layout=gl.SliceLayout(0, _MMA))
         ones = gl.full([_TILE, 16], 1.0, gl.bfloat16, layout=_RIGHT)
         top = gl.full([_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _MMA))
@@ -169,6 +176,7 @@ def few_kernel(
             parts = parts + (gl.zeros([_ROWS, _WIDTH], gl.float32, layout=_MMA),)
         async_copy.wait_group(1)
         gl.thread_barrier()
+        heads = _queries(rings, BLOCKS)
         s = gl.zeros([_ROWS, _TILE], gl.float32, layout=_MMA)
         for b in gl.static_range(BLOCKS):
             s = _score(s, heads, rings, 0, b, BLOCKS)

@@ -1,4 +1,5 @@
-"""Latent attention of many rows (training, prompts) for Hopper in Gluon: the bits of `latent_triton`'s programs.
+"""Latent attention of many rows (training, prompts, what sequences share) for Hopper in Gluon: the bits of
+`latent_triton`'s and `latent_shared`'s programs.
 
 A program has 64 rows, which are four tokens with 16 heads or fewer with more, and the tiles of one chunk. Triton gives
 both warp groups the whole product of queries and keys there, for the scores go on into a second product: half of that
@@ -96,14 +97,20 @@ def _row(token0, mine, low, high, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _copy_part(to, q, row, here, first, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin to copy columns of the rows `row` of `q`, from column `first` on; zeros if not `here`."""
+    column = first + gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    at = q + (row.to(gl.int64) * WIDTH)[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(to, at, mask=here[:, None])
+
+
+@gluon.jit
 def _copy_queries(qc, qr, q, token0, low, high, mine, N: gl.constexpr, L: gl.constexpr, R: gl.constexpr):
     """Begin to copy the queries of `_row`; zeros for other rows."""
     token, head, here = _row(token0, mine, low, high, N, gl.SliceLayout(1, _COPY))
-    at, e = (token.to(gl.int64) * N + head)[:, None] * (L + R), gl.arange(0, L, layout=gl.SliceLayout(0, _COPY))
-    async_copy.async_copy_global_to_shared(qc, q + at + e[None, :], mask=here[:, None])
+    _copy_part(qc, q, token * N + head, here, 0, L + R, _COPY)
     token, head, here = _row(token0, mine, low, high, N, gl.SliceLayout(1, _COPY_KEYS))
-    at, f = (token.to(gl.int64) * N + head)[:, None] * (L + R), gl.arange(0, R, layout=gl.SliceLayout(0, _COPY_KEYS))
-    async_copy.async_copy_global_to_shared(qr, q + at + (L + f)[None, :], mask=here[:, None])
+    _copy_part(qr, q, token * N + head, here, L, L + R, _COPY_KEYS)
 
 
 @gluon.jit
@@ -128,14 +135,15 @@ def _arrived():
 
 
 @gluon.jit
-def _add_tile(qc, qr, c, kr, p_slot, ones, seen, top, total, acc, scale):
+def _add_tile(qc, qr, c, kr, p_slot, ones, seen, top, total, acc, scale, MASK: gl.constexpr):
     """`latent_chain.add_tile`, with maxima [ROWS] by `_SCORES`."""
     s = warpgroup_mma(
         qc, c.permute((1, 0)), gl.zeros([_ROWS, _TILE], gl.float32, layout=_SCORES), use_acc=False, is_async=True
     )
     s = warpgroup_mma(qr, kr.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-    s = gl.where(seen, s, float("-inf"))
+    if MASK:
+        s = gl.where(seen, s, float("-inf"))
     new = gl.maximum(top, gl.max(s, axis=1))
     known = gl.where(new == float("-inf"), 0.0, new)
     shrink = gl.exp2((top - known) * scale)
@@ -149,6 +157,50 @@ def _add_tile(qc, qr, c, kr, p_slot, ones, seen, top, total, acc, scale):
     acc = warpgroup_mma(p_slot, c, acc, is_async=True)
     total, acc = warpgroup_mma_wait(num_outstanding=0, deps=[total, acc])
     return new, total, acc
+
+
+@gluon.jit
+def _walk(
+    buffers, rows, pages, origin, depth, begun, end, last, scale, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    """Maxima, sums and outputs of the tiles from key `begun` to `end`. Copies of queries have begun. MASK: a row sees
+    keys up to `last`, else all."""
+    qc, qr, ring, key_ring, p_slot, ones = buffers
+    page = origin
+    if PAGE > 0:
+        page = gl.load(pages + begun // PAGE)
+    _copy_tile(ring.index(0), key_ring.index(0), rows, begun, page, origin, depth, L, R, PAGE)
+    async_copy.commit_group()
+    if PAGE > 0:
+        page = gl.load(pages + gl.minimum(begun + _TILE, end - 1) // PAGE)
+    k = gl.arange(0, _TILE, layout=gl.SliceLayout(0, _SCORES))
+    top = gl.full([_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
+    total = gl.zeros([_ROWS, 16], gl.float32, layout=_SUMS)
+    acc = gl.zeros([_ROWS, L], gl.float32, layout=_VALUES)
+    for t in range(begun, end, _TILE):
+        now = (t - begun) // _TILE % 2
+        _arrived()
+        if t + _TILE < end:
+            _copy_tile(ring.index(1 - now), key_ring.index(1 - now), rows, t + _TILE, page, origin, depth, L, R, PAGE)
+        async_copy.commit_group()
+        if PAGE > 0:
+            page = gl.load(pages + gl.minimum(t + 2 * _TILE, end - 1) // PAGE)
+        seen = (t + k)[None, :] <= last[:, None]
+        top, total, acc = _add_tile(
+            qc, qr, ring.index(now), key_ring.index(now), p_slot, ones, seen, top, total, acc, scale, MASK
+        )
+    top = gl.convert_layout(top, gl.SliceLayout(1, _VALUES))
+    return top, gl.convert_layout(gl.max(total, axis=1), gl.SliceLayout(1, _VALUES)), acc  # of 16 equal columns
+
+
+@gluon.jit
+def _leave(tops, sums, accs, to, here, top, sum_of, acc, L: gl.constexpr):
+    """What a merge reads of rows whose chunk has not the last of their keys."""
+    gl.store(tops + to, top, mask=here)
+    gl.store(sums + to, sum_of, mask=here)
+    e = gl.arange(0, L, layout=gl.SliceLayout(0, _VALUES))
+    gl.store(accs + to[:, None] * L + e[None, :], acc, mask=here[:, None])
 
 
 @gluon.jit
@@ -171,12 +223,10 @@ def _write(
 
 @gluon.jit
 def _finish(
-    out, lse, tops, sums, accs, slot, top, total, acc, natural, alone, row0, mine, low, high, all_tokens, chunks, chunk,
-    N: gl.constexpr, L: gl.constexpr, WHOLE: gl.constexpr, LSE: gl.constexpr,
+    out, lse, tops, sums, accs, slot, top, sum_of, acc, natural, alone, row0, mine, low, high, all_tokens, chunks,
+    chunk, N: gl.constexpr, L: gl.constexpr, WHOLE: gl.constexpr, LSE: gl.constexpr,
 ):
     """`latent_triton._end`."""
-    top = gl.convert_layout(top, gl.SliceLayout(1, _VALUES))
-    sum_of = gl.convert_layout(gl.max(total, axis=1), gl.SliceLayout(1, _VALUES))  # of 16 equal columns
     if WHOLE:
         _write(out, lse, slot, top, sum_of, acc, natural, row0, mine, low, high, all_tokens, N, L, LSE)
     elif alone:
@@ -184,10 +234,7 @@ def _finish(
     else:
         token, head, alive = _row(row0, mine, low, high, N, gl.SliceLayout(1, _VALUES))
         to = ((token - low).to(gl.int64) * N + head) * chunks + chunk
-        gl.store(tops + to, top, mask=alive)
-        gl.store(sums + to, sum_of, mask=alive)
-        e = gl.arange(0, L, layout=gl.SliceLayout(0, _VALUES))
-        gl.store(accs + to[:, None] * L + e[None, :], acc, mask=alive[:, None])
+        _leave(tops, sums, accs, to, alive, top, sum_of, acc, L)
 
 
 @gluon.jit(do_not_specialize=["width", "low", "high", "sequences", "first", "all_tokens", "chunks"])
@@ -214,37 +261,50 @@ def rows_kernel(
     begun = chunk * CHUNK
     end = gl.minimum(begun + CHUNK, pos0 + mine)
     if (mine > 0) & (begun < end) & (row0 < high) & (row0 + mine > low):
-        qc, qr, ring, key_ring, p_slot, ones = _shared(L, R)
-        pages = table + sequence * width
-        page = origin
-        if PAGE > 0:
-            page = gl.load(pages + begun // PAGE)
-        _copy_queries(qc, qr, q, row0, low, high, mine, N, L, R)
-        _copy_tile(ring.index(0), key_ring.index(0), rows, begun, page, origin, depth, L, R, PAGE)
-        async_copy.commit_group()
-        if PAGE > 0:
-            page = gl.load(pages + gl.minimum(begun + _TILE, end - 1) // PAGE)
-        k = gl.arange(0, _TILE, layout=gl.SliceLayout(0, _SCORES))
+        buffers = _shared(L, R)
+        _copy_queries(buffers[0], buffers[1], q, row0, low, high, mine, N, L, R)
         last = pos0 + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _SCORES)) // N  # key that a row sees
-        top = gl.full([_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
-        total = gl.zeros([_ROWS, 16], gl.float32, layout=_SUMS)
-        acc = gl.zeros([_ROWS, L], gl.float32, layout=_VALUES)
-        for t in range(begun, end, _TILE):
-            now = (t - begun) // _TILE % 2
-            _arrived()
-            if t + _TILE < end:
-                _copy_tile(
-                    ring.index(1 - now), key_ring.index(1 - now), rows, t + _TILE, page, origin, depth, L, R, PAGE
-                )
-            async_copy.commit_group()
-            if PAGE > 0:
-                page = gl.load(pages + gl.minimum(t + 2 * _TILE, end - 1) // PAGE)
-            seen = (t + k)[None, :] <= last[:, None]
-            top, total, acc = _add_tile(
-                qc, qr, ring.index(now), key_ring.index(now), p_slot, ones, seen, top, total, acc, scale
-            )
+        pages = table + sequence * width
+        top, sum_of, acc = _walk(buffers, rows, pages, origin, depth, begun, end, last, scale, L, R, PAGE, True)
         alone = depth - count + gl.minimum(here + TOKENS, count) <= CHUNK  # `latent_triton._is_alone`
         _finish(
-            out, lse, tops, sums, accs, ring.index(0), top, total, acc, natural, alone, row0, mine, low, high,
+            out, lse, tops, sums, accs, buffers[2].index(0), top, sum_of, acc, natural, alone, row0, mine, low, high,
             all_tokens, chunks, chunk, N, L, WHOLE, LSE,
         )
+
+
+@gluon.jit
+def _member(members, group, part, low, high, N: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sequence and head of each row, and whether it is one of `low` to `high`."""
+    r = gl.arange(0, _ROWS, layout=LAYOUT)
+    SEQUENCES: gl.constexpr = _ROWS // N
+    member = part * SEQUENCES + r // N
+    there = (r // N < SEQUENCES) & (member < S)
+    sequence = gl.load(members + group * S + member, mask=there, other=-1)
+    return sequence, r % N, (sequence >= low) & (sequence < high)
+
+
+@gluon.jit(do_not_specialize=["width", "low", "high", "chunks"])
+def shared_kernel(
+    q, rows, table, members, tiles_of, tops, sums, accs, scale, width, low, high, chunks, N: gl.constexpr,
+    L: gl.constexpr, R: gl.constexpr, S: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr, UNIT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`latent_shared._shared_kernel` with 64 rows."""
+    begin(PDL)
+    PARTS: gl.constexpr = (S + _ROWS // N - 1) // (_ROWS // N)
+    group, part, chunk = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS, gl.program_id(1)
+    begun = chunk * CHUNK
+    end = gl.minimum(begun + CHUNK, gl.load(tiles_of + group) * UNIT)
+    member, head, here = _member(members, group, part, low, high, N, S, gl.SliceLayout(1, _COPY))
+    if (begun < end) & (gl.max(here.to(gl.int32), axis=0) > 0):
+        buffers = _shared(L, R)
+        _copy_part(buffers[0], q, member * N + head, here, 0, L + R, _COPY)
+        again, its_head, there = _member(members, group, part, low, high, N, S, gl.SliceLayout(1, _COPY_KEYS))
+        _copy_part(buffers[1], q, again * N + its_head, there, L, L + R, _COPY_KEYS)
+        pages = table + gl.load(members + group * S) * width
+        last = gl.zeros([_ROWS], gl.int32, layout=gl.SliceLayout(1, _SCORES))
+        top, sum_of, acc = _walk(buffers, rows, pages, end, end, begun, end, last, scale, L, R, PAGE, False)
+        sequence, of, alive = _member(members, group, part, low, high, N, S, gl.SliceLayout(1, _VALUES))
+        to = ((sequence - low).to(gl.int64) * N + of) * chunks + chunk
+        _leave(tops, sums, accs, to, alive, top, sum_of, acc, L)

@@ -17,6 +17,8 @@ Legend: as in `latent_triton`; `S` sequences in a group of `SharedPages`.
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -71,17 +73,23 @@ def merges(steps: Steps, heads: int) -> bool:
 
 def begin_chunks(
     q: Tensor, pages: Tensor, table: Tensor, shared: SharedPages, state: tuple[Tensor, Tensor, Tensor], scale: float,
-    sizes: LatentSizes, low: int, high: int, chunks: int, chunk: int, steps: Steps,
+    sizes: LatentSizes, low: int, high: int, chunks: int, chunk: int, steps: Steps, gluon: bool,
 ) -> None:
     """The shared tiles of the sequences `low` to `high` of `q` [B, N, L + R] over `pages` [pages, page, L + R], to
     `state`: maxima, sums [(high - low) * N * chunks] and outputs [..., L], FP32, at (sequence, head, chunk). `scale`
-    is for powers of two; a chunk has `chunk` keys."""
+    is for powers of two; a chunk has `chunk` keys. `gluon`: by `latent_rows`, with the same bits."""
     groups, size = shared.members.shape
     assert all(x.is_contiguous() for x in (q, pages, shared.members, shared.tiles)) and table.stride(1) == 1
     assert UNIT % steps.tile == 0 and chunk % steps.tile == 0 and pages.shape[1] % steps.tile == 0
     parts = triton.cdiv(size, steps.shared // sizes.heads)
-    _shared_kernel[(groups * parts, chunks)](
+    kernel: Any = _shared_kernel
+    more: dict[str, Any] = {"ROWS": steps.shared, "TILE": steps.tile, "num_stages": 2}
+    if gluon:
+        from jetrl.kernels.attention.latent_rows import shared_kernel
+
+        kernel, more = shared_kernel, {}
+    kernel[(groups * parts, chunks)](
         q, pages, table, shared.members, shared.tiles, *state, scale, table.stride(0), low, high, chunks, N=sizes.heads,
-        L=sizes.rank, R=sizes.rope, S=size, ROWS=steps.shared, TILE=steps.tile, PAGE=pages.shape[1], CHUNK=chunk,
-        UNIT=UNIT, num_warps=8, num_stages=2, enable_fp_fusion=False, **LAUNCH,
+        L=sizes.rank, R=sizes.rope, S=size, PAGE=pages.shape[1], CHUNK=chunk, UNIT=UNIT, num_warps=8,
+        enable_fp_fusion=False, **more, **LAUNCH,
     )

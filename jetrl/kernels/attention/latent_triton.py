@@ -318,20 +318,25 @@ def form_of(rows: int, blocks: int, steps: Steps) -> tuple[int, int]:
     return 4 if rows < steps.tile else 8, steps.stages[0 if blocks <= _PROCESSORS else 1]
 
 
+def _fits(q: Tensor, sizes: LatentSizes, steps: Steps) -> bool:
+    """Whether kernels in Gluon can compute this."""
+    found = CAPABILITY[0], q.dtype, steps.tile, sizes.rank, sizes.rope
+    return found == (9, torch.bfloat16, 64, 512, 64)
+
+
 def _kernel_of(
     q: Tensor, one: bool, paged: bool, block: int, blocks: int, sizes: LatentSizes, steps: Steps,
     shared: SharedPages | None,
 ) -> tuple[Any, dict[str, Any]]:
     """What computes `block` rows over a chunk, and its constants."""
-    if CAPABILITY[0] == 9 and q.dtype == torch.bfloat16 and (steps.tile, sizes.rank, sizes.rope) == (64, 512, 64):
-        if ROWS_IN_GLUON and block == 64 and not one:
-            from jetrl.kernels.attention.latent_rows import rows_kernel
+    if ROWS_IN_GLUON and block == 64 and not one and _fits(q, sizes, steps):
+        from jetrl.kernels.attention.latent_rows import rows_kernel
 
-            return rows_kernel, {"num_warps": 8}
-        if FEW_IN_GLUON and block == 16 and one and paged and shared is None:
-            from jetrl.kernels.attention import latent_few
+        return rows_kernel, {"num_warps": 8}
+    if FEW_IN_GLUON and block == 16 and one and paged and shared is None and _fits(q, sizes, steps):
+        from jetrl.kernels.attention import latent_few
 
-            return latent_few.few_kernel, {"num_warps": latent_few.WARPS}
+        return latent_few.few_kernel, {"num_warps": latent_few.WARPS}
     warps, stages = form_of(block, blocks, steps)
     constants = {"ROWS": block, "TILE": steps.tile, "ONE": one, "UNIT": 0 if shared is None else UNIT}
     return _rows_kernel, constants | {"num_warps": warps, "num_stages": stages}
@@ -366,7 +371,8 @@ def _attend(
         high = min(tokens, low + slab)
         if shared is not None:
             assert table is not None
-            begin_chunks(q, rows, table, shared, state, scale * _LOG2E, sizes, low, high, chunks, CHUNK, steps)
+            gluon = ROWS_IN_GLUON and _fits(q, sizes, steps)
+            begin_chunks(q, rows, table, shared, state, scale * _LOG2E, sizes, low, high, chunks, CHUNK, steps, gluon)
         blocks = high - low if one else blocks_of(high - low, lengths, block // heads)
         if split:
             assert table is not None

@@ -17,55 +17,64 @@ from jetrl.kernels.delta.parts import HeadSizes, Parts
 
 _EPS = tl.constexpr(1e-6)  # of L2 norms
 _ROWS = 32  # in a program
-_SUM_ROWS = 16  # of `_conv_sums_kernel`, which holds what each of them reads
 _CHANNELS = 128
+_TILE, _TILES = 8, 8  # rows of a tile, and tiles of a program, of the convolution's sums
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _conv_sums_kernel(
     x_p, w_p, dq_p, dk_p, dv_p, local_p, sum_p, dw_p, stride, rows, HK: tl.constexpr, HV: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):
-    """A (block of R rows, head): the gradient of the convolution's sums, FP32 [T, C]; from these rows that of the
-    weight [blocks, W, C]."""
+    """A (block of N tiles of R rows, head): the gradient of the convolution's sums, FP32 [T, C]; from these rows that
+    of the weight [blocks, W, C], whose products are added up tile by tile and only then over the rows of a tile."""
     block, head = tl.program_id(0), tl.program_id(1)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     is_v = head >= 2 * HK
     width = tl.where(is_v, DV, DK)
     channel = tl.where(is_v, 2 * HK * DK + (head - 2 * HK) * DV, head * DK)
     r, c = tl.arange(0, R), tl.arange(0, D)
-    start = block.to(tl.int64) * R
-    live, inside = start + r < rows, c < width
-    here = live[:, None] & inside[None, :]
-    local = tl.load(local_p + start + r, mask=live, other=0)
-    x_p += start * stride + channel
-    total, taken = tl.zeros((R, D), tl.float32), ()
+    inside = c < width
+    weights, grads = (), ()
     for i in tl.static_range(W):
-        back = W - 1 - i
-        seen = here & (local >= back)[:, None]
-        w = tl.load(w_p + (channel + c) * W + i, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_p + (r - back)[:, None] * stride + c[None, :], mask=seen, other=0.0)
-        total += w[None, :] * x.to(tl.float32)
-        taken = taken + (x,)  # type: ignore[assignment]
-    sig = 1.0 / (tl.exp(-total) + 1.0)
-    if is_v:
-        at = ((start * HV + head - 2 * HK) * DV) + (r[:, None] * (HV * DV) + c[None, :])
-        d = tl.load(dv_p + at, mask=here, other=0.0).to(tl.float32)
-    else:
-        at = ((start * HK + head % HK) * DK) + (r[:, None] * (HK * DK) + c[None, :])
-        if head < HK:
-            up = tl.load(dq_p + at, mask=here, other=0.0).to(tl.float32)
+        w = tl.load(w_p + i * C + channel + c, mask=inside, other=0.0).to(tl.float32)
+        weights = weights + (w[None, :],)  # type: ignore[assignment]
+        grads = grads + (tl.zeros((R, D), tl.float32),)  # type: ignore[assignment]
+    for n in tl.range(0, N, num_stages=1):
+        start = block.to(tl.int64) * (N * R) + n * R
+        live = start + r < rows
+        here = live[:, None] & inside[None, :]
+        local = tl.load(local_p + start + r, mask=live, other=0)
+        total, taken = tl.zeros((R, D), tl.float32), ()
+        for i in tl.static_range(W):
+            seen = here & (local >= W - 1 - i)[:, None]
+            at = (r - (W - 1 - i))[:, None] * stride + c[None, :]
+            x = tl.load(x_p + start * stride + channel + at, mask=seen, other=0.0)
+            total += weights[i] * x.to(tl.float32)
+            taken = taken + (x,)  # type: ignore[assignment]
+        sig = 1.0 / (tl.exp(-total) + 1.0)
+        if is_v:
+            place = ((start * HV + head - 2 * HK) * DV) + (r[:, None] * (HV * DV) + c[None, :])
+            d = tl.load(dv_p + place, mask=here, other=0.0).to(tl.float32)
         else:
-            up = tl.load(dk_p + at, mask=here, other=0.0).to(tl.float32)
-        y = total * sig
-        inverse = tl.math.rsqrt(tl.sum(y * y, axis=1) + _EPS)[:, None]
-        y *= inverse
-        d = inverse * (up - y * tl.sum(up * y, axis=1)[:, None])
-    d *= sig * (1.0 + total * (1.0 - sig))
-    tl.store(sum_p + (start * C + channel) + (r[:, None] * C + c[None, :]), d, mask=here)
+            place = ((start * HK + head % HK) * DK) + (r[:, None] * (HK * DK) + c[None, :])
+            if head < HK:
+                up = tl.load(dq_p + place, mask=here, other=0.0).to(tl.float32)
+            else:
+                up = tl.load(dk_p + place, mask=here, other=0.0).to(tl.float32)
+            y = total * sig
+            inverse = tl.math.rsqrt(tl.sum(y * y, axis=1) + _EPS)[:, None]
+            y *= inverse
+            d = inverse * (up - y * tl.sum(up * y, axis=1)[:, None])
+        d *= sig * (1.0 + total * (1.0 - sig))
+        tl.store(sum_p + (start * C + channel) + (r[:, None] * C + c[None, :]), d, mask=here)
+        added = ()
+        for i in tl.static_range(W):
+            added = added + (grads[i] + d * taken[i].to(tl.float32),)  # type: ignore[assignment]
+        grads = added
     dw_p += block.to(tl.int64) * (W * C) + channel
     for i in tl.static_range(W):
-        tl.store(dw_p + i * C + c, tl.sum(d * taken[i].to(tl.float32), axis=0), mask=inside)
+        tl.store(dw_p + i * C + c, tl.sum(grads[i], axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -79,7 +88,7 @@ def _conv_inputs_kernel(sum_p, w_p, left_p, dx_p, rows, C, W: tl.constexpr, R: t
     dx = tl.zeros((R, N), tl.float32)
     for i in tl.static_range(W):
         ahead = W - 1 - i
-        w = tl.load(w_p + c * W + i, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(w_p + i * C + c, mask=inside, other=0.0).to(tl.float32)
         at = (r + ahead)[:, None] * C + c[None, :]
         dx += w[None, :] * tl.load(sum_p + start * C + at, mask=(left >= ahead)[:, None] & inside[None, :], other=0.0)
     to = r[:, None] * C + c[None, :]
@@ -95,16 +104,17 @@ def conv_heads_backward(
     cu, place = parts.cu_seqlens, torch.arange(rows, dtype=torch.int32, device=x.device)
     part = parts.owners()
     local, left = place - cu[part], cu[part + 1] - 1 - place
-    blocks = triton.cdiv(rows, _SUM_ROWS)
+    blocks, taps = triton.cdiv(rows, _TILES * _TILE), weight.T.contiguous()  # [W, C]: channels side by side
     sums = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
     by_block = torch.empty(blocks, width, channels, dtype=torch.float32, device=x.device)
     _conv_sums_kernel[(blocks, 2 * hk + hv)](
-        x, weight, *(t.contiguous() for t in grads), local, sums, by_block, x.stride(0), rows, HK=hk, HV=hv, DK=dk,
-        DV=dv, D=triton.next_power_of_2(max(dk, dv)), W=width, R=_SUM_ROWS, num_warps=8,
+        x, taps, *(t.contiguous() for t in grads), local, sums, by_block, x.stride(0), rows, HK=hk, HV=hv, DK=dk,
+        DV=dv, D=triton.next_power_of_2(max(dk, dv)), W=width, R=_TILE, N=_TILES,
+        num_warps=4,
     )
     dx = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     _conv_inputs_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _CHANNELS))](
-        sums, weight, left, dx, rows, channels, W=width, R=_ROWS, N=_CHANNELS, num_warps=4,
+        sums, taps, left, dx, rows, channels, W=width, R=_ROWS, N=_CHANNELS, num_warps=4,
     )
     return dx, by_block.sum(0).T.contiguous()
 

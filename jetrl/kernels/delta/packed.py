@@ -26,7 +26,7 @@ from jetrl.kernels.delta.general import planes
 from jetrl.kernels.delta.parts import Parts
 
 _COLUMNS = 32  # of values, in a program that walks
-_WARPS, _STAGES = 2, 3  # of it: a warp has 16 columns; chunks on their way or in use
+_WARPS, _STAGES = 2, 2  # of it: a warp has 16 columns; chunks on their way or in use
 _TILES = 20 * 256  # numbers of a chunk's tiles
 
 
@@ -160,7 +160,7 @@ def packed_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts:
     own = torch.empty(chunks, hv, 4, 256, dtype=torch.float32, device=device)
     _sums_kernel[(chunks,)](g, start, count, sums, HV=hv, H=triton.next_power_of_2(hv), num_warps=1)
     _blocks_kernel[(chunks, hk)](
-        q, k, beta, start, count, sums, own, tiles, HK=hk, HV=hv, DK=dk, num_warps=4, num_stages=1,
+        q, k, beta, start, count, sums, own, tiles, HK=hk, HV=hv, DK=dk, num_warps=8, num_stages=1,
         enable_fp_fusion=False,
     )
     block = min(_COLUMNS, dv)

@@ -24,7 +24,7 @@ from jetrl.kernels.delta.general import COLUMNS, joined, planes
 from jetrl.kernels.delta.parts import DeltaState, Parts
 
 _PART = 64  # columns of a value head in a program
-_HEADS = 2  # value heads that a program computes, one after the other; the next one's memory is asked for meanwhile
+_HEADS = 1  # value heads that a program computes, one after the other, the next one's memory asked for meanwhile
 _WARPS, _STAGES = 4, 2
 _REGISTERS, _KEYS_REGISTERS = 128, 168  # of a thread: 4 programs on a processor, 12 (of a warp) for what keys need
 

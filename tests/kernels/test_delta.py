@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -317,3 +318,32 @@ def test_what_kernels_make_of_lengths_is_made_once() -> None:
     rows = StateRows(torch.tensor([0, 0, 0]), torch.tensor([2, 3, 4]))
     assert [p.single for p in (parts, parts_of([1, 1, 1]), parts_of([1, 1, 1], [4, 0, 9], rows))] == [0, 0, 1]
     assert not parts_of([1, 2, 1], [4, 0, 9], rows).single
+
+
+@pytest.mark.parametrize(("capability", "whole"), [
+    ((9, 0), ["sums", "blocks", "walk"]), ((8, 6), ["sums", "blocks", "walk"]), ((10, 0), ["rule"]),
+])
+def test_which_kernels_a_gpu_launches(
+    capability: tuple[int, int], whole: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of each sequence, pieces, whole sequences; nothing is compiled. Data center Blackwell moves states by
+    an instruction that was not compared with `mma.sync`, so there training has the general form."""
+    pytest.importorskip("triton")
+    from jetrl.kernels import launch
+    from jetrl.kernels.compiling.recorded import recording
+    from jetrl.kernels.delta import triton as kernels
+
+    monkeypatch.setattr(launch, "CAPABILITY", capability)
+    q, v, g = torch.zeros(4, 1, 16).bfloat16(), torch.zeros(4, 2, 16).bfloat16(), torch.zeros(4, 2)
+    rows = StateRows(torch.tensor([2, 3, 4, 5]), torch.tensor([2, 3, 4, 5]))
+    kept, two = empty_state(6, HeadSizes(1, 2, 16, 16), torch.bfloat16), StateRows(rows.read[:2], rows.write[:2])
+
+    def launched(parts: Parts, kept: DeltaState | None) -> list[str]:
+        jobs: list[Any] = []
+        with recording(jobs.append, libraries=False):
+            kernels.delta_rule(q, q, v, g, g, parts, kept)
+        return [job.arguments[1].strip("_").removesuffix("_kernel") for job in jobs]
+
+    assert launched(parts_of([1, 1, 1, 1], [5, 0, 63, 2], rows), kept) == ["keys", "token"]
+    assert launched(parts_of([1, 3], [5, 0], two), kept) == ["fork", "rule", "keep"]
+    assert launched(parts_of([1, 3]), None) == whole

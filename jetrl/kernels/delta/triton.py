@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels import launch
 from jetrl.kernels.delta.conv import conv_heads
 from jetrl.kernels.delta.general import general_rule
 from jetrl.kernels.delta.packed import packed_rule
 from jetrl.kernels.delta.parts import CHUNK, DeltaState, Parts
 from jetrl.kernels.delta.tokens import token_rule
+from jetrl.kernels.tiles import kind_of
 
 
 def delta_rule(
@@ -28,10 +30,10 @@ def delta_rule(
 ) -> Tensor:
     """See `reference.delta_rule`; BF16, heads of 16 to 128, a power of two."""
     assert all(t.is_contiguous() for t in (q, k, v, g, beta)) and v.dtype == torch.bfloat16
-    if kept is None:
-        return packed_rule(q, k, v, g, beta, parts)
-    if parts.single:
+    if kept is not None and parts.single:
         return token_rule(q, k, v, g, beta, parts, kept)
+    if kept is None and kind_of(launch.CAPABILITY) != "tcgen05":  # by which the general form moves states; not compared
+        return packed_rule(q, k, v, g, beta, parts)
     return general_rule(q, k, v, g, beta, parts, kept)
 
 

@@ -28,7 +28,7 @@ from jetrl.kernels.attention.latent import LatentSizes, Steps
 from jetrl.kernels.attention.latent_chain import add_scores, queries_of, scores_of
 from jetrl.kernels.launch import LAUNCH, begin
 
-SEQUENCES = 8  # at most, for which this is taken to be faster (an estimate: benchmarks/bench_latent.py --parts forms)
+SEQUENCES = 1  # at most, for which this is faster (benchmarks/bench_latent.py --parts forms)
 SCRATCH_BYTES = 1 << 28  # the most that scores take
 _COLUMNS = 64  # of a program
 

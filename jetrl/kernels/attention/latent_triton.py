@@ -47,10 +47,9 @@ _AT_ONCE = tl.constexpr(256)  # sequences, in the search for a program's own
 _MAXIMA = tl.constexpr(32)  # of chunks, and
 _PARTS = tl.constexpr(4)  # partial outputs of chunks, that a merge reads at the same time
 _PROCESSORS = 132
-# Whether programs of 64 rows are `latent_rows`', and those of 16 `latent_few`'s. Neither has been run yet: to be set
-# once tests/gpu/test_latent_hopper.py (the cases "gluon") has passed and `bench_latent.py --parts ops forms` says that
-# they are faster.
-ROWS_IN_GLUON, FEW_IN_GLUON = False, False
+# Whether programs of 64 rows are `latent_rows`', and those of 16 `latent_few`'s where there is one for a processor at
+# most. No bit depends on it: tests and `bench_latent.py --parts ops forms` compare both.
+ROWS_IN_GLUON, FEW_IN_GLUON = True, True
 _LOG2E = math.log2(math.e)
 
 
@@ -333,7 +332,8 @@ def _kernel_of(
         from jetrl.kernels.attention.latent_rows import rows_kernel
 
         return rows_kernel, {"num_warps": 8}
-    if FEW_IN_GLUON and block == 16 and one and paged and shared is None and _fits(q, sizes, steps):
+    few = FEW_IN_GLUON and blocks <= _PROCESSORS
+    if few and block == 16 and one and paged and shared is None and _fits(q, sizes, steps):
         from jetrl.kernels.attention import latent_few
 
         return latent_few.few_kernel, {"num_warps": latent_few.WARPS}

@@ -18,7 +18,7 @@ from jetrl.kernels.delta.parts import HeadSizes, Parts
 _EPS = tl.constexpr(1e-6)  # of L2 norms
 _ROWS = 32  # in a program
 _CHANNELS = 128
-_TILE, _TILES = 8, 8  # rows of a tile, and tiles of a program, of the convolution's sums
+_TILE, _TILES = 8, 32  # rows of a tile, and tiles of a program, of the convolution's sums
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -180,7 +180,10 @@ def forms(args: argparse.Namespace) -> Iterator[Row]:
 
         given = q, None, pages, replace(plan, shared=None), 0.05, s
         default: Any = latent_triton.form_of(16, batch, latent.STEPS["hopper"])
-        default = "split" if batch <= latent_split.SEQUENCES else "gluon" if latent_triton.FEW_IN_GLUON else default
+        if batch <= latent_split.SEQUENCES:
+            default = "split"
+        elif batch <= latent_triton._PROCESSORS and latent_triton.FEW_IN_GLUON:
+            default = "gluon"
         tried: list[Any] = ["gluon", *["split"] * (batch <= 64), *itertools.product((4, 8), (2, 3))]
         calls = {
             (f"decode, {form}" if isinstance(form, str) else f"decode, {form[0]} warps, {form[1]} stages")

@@ -127,7 +127,7 @@ def test_latents_are_read_by_all_heads_at_once() -> None:
     (1024, 1024, True),
 ])  # fmt: skip
 def test_auto_merges_latents_where_products_cost_less_than_bytes(batch: int, prompt: int, pays: bool) -> None:
-    """All but the last two are measured cases (`benchmarks/results/latent.json`): those that pay gained 1.4 and more."""
+    """All but the last two are measured cases (`benchmarks/results/latent.json`); those that pay gained 1.4 or more."""
     pages = prompt // 128
     rows = [[*range(b // 16 * pages, (b // 16 + 1) * pages), 10**6 + b] for b in range(batch)]
     found = find_sharing(table_of(rows, pages + 1), np.full(batch, prompt + 60), 128, chunk_size(16))

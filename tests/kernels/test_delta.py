@@ -321,7 +321,7 @@ def test_what_kernels_make_of_lengths_is_made_once() -> None:
 
 
 @pytest.mark.parametrize(("capability", "whole"), [
-    ((9, 0), ["sums", "blocks", "walk"]), ((8, 6), ["sums", "blocks", "walk"]), ((10, 0), ["rule"]),
+    ((9, 0), ["sums", "chunk_blocks", "walk"]), ((8, 6), ["sums", "chunk_blocks", "walk"]), ((10, 0), ["rule"]),
 ])
 def test_which_kernels_a_gpu_launches(
     capability: tuple[int, int], whole: list[str], monkeypatch: pytest.MonkeyPatch
@@ -344,6 +344,6 @@ def test_which_kernels_a_gpu_launches(
             kernels.delta_rule(q, q, v, g, g, parts, kept)
         return [job.arguments[1].strip("_").removesuffix("_kernel") for job in jobs]
 
-    assert launched(parts_of([1, 1, 1, 1], [5, 0, 63, 2], rows), kept) == ["keys", "token"]
+    assert launched(parts_of([1, 1, 1, 1], [5, 0, 63, 2], rows), kept) == ["token_keys", "token"]
     assert launched(parts_of([1, 3], [5, 0], two), kept) == ["fork", "rule", "keep"]
     assert launched(parts_of([1, 3]), None) == whole

@@ -50,7 +50,7 @@ def test_what_a_run_launches_compiles_for_a_card_with_little_shared_memory() -> 
     assert found["makers"] == ["Triton"]
     wanted = {f"_{name}_kernel" for name in (
         "attention", "conv", "fork", "gate", "gemm", "grouped", "keys", "queries", "rule", "token", "walk", "wgrad",
-        "conv_inputs", "conv_sums", "decay", "gate_grads", "inverse", "key_grads", "pairs", "rows", "state_grads",
+        "conv_inputs", "conv_sums", "decay", "gate_grads", "inverse", "key_grads", "pairs", "chunk_rows", "state_grads",
         "states",
     )}
     assert wanted <= set(found["names"])

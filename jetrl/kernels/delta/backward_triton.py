@@ -127,7 +127,7 @@ def _inverse_kernel(
 
 
 @triton.jit
-def _rows_kernel(
+def _chunk_rows_kernel(
     q_p, k_p, v_p, do_p, beta_p, start_p, count_p, G_p, T_p, W_p, U_p, V_p, scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):
@@ -390,7 +390,7 @@ def delta_rule_backward(
         k, g, beta, start, count, sums, room(4, 16, 16, dtype=wide), inverse, **sizes, num_warps=2, num_stages=1
     )
     by_keys, d, d_grad = room(64, dk), room(dv, 64), room(dv, 64)
-    _rows_kernel[(chunks, hv, 2)](
+    _chunk_rows_kernel[(chunks, hv, 2)](
         q, k, v, grad, beta, start, count, sums, inverse, by_keys, d, d_grad, scale, **sizes, DV=dv, num_warps=4,
         num_stages=1,
     )

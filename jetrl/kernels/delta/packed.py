@@ -1,11 +1,11 @@
 """The gated delta rule for packed sequences that begin here, on a GPU: the forward pass of training, with the bits of
 `general.py`.
 
-`_sums_kernel` and `_blocks_kernel` do what no state changes, for all chunks at once: G, and in BF16 the tiles of 16 x
-16 that products read, of each block of rows: L with the blocks before it, T, P with the blocks before it and its own
-(20 tiles of a chunk). `_walk_kernel` goes from chunk to chunk of a sequence, with some columns of one value head, whose
-state stays in registers. Everything is transposed there (columns of values by rows), so that what one product gives is
-what the next one reads, in the same registers of the same thread.
+`_sums_kernel` and `_chunk_blocks_kernel` do what no state changes, for all chunks at once: G, and in BF16 the tiles of
+16 x 16 that products read, of each block of rows: L with the blocks before it, T, P with the blocks before it and its
+own (20 tiles of a chunk). `_walk_kernel` goes from chunk to chunk of a sequence, with some columns of one value head,
+whose state stays in registers. Everything is transposed there (columns of values by rows), so that what one product
+gives is what the next one reads, in the same registers of the same thread.
 
 A product's sum is what `general.py` has: over keys 16 at a time, and over the rows of a chunk from the first block to
 the last. Blocks that are zeros there are left out here: zeros change no accumulator. All products have fewer than 64
@@ -55,7 +55,7 @@ def _rows(x_p, first, count, N: tl.constexpr, D: tl.constexpr, STEP: tl.constexp
 
 
 @triton.jit
-def _blocks_kernel(
+def _chunk_blocks_kernel(
     q_p, k_p, beta_p, start_p, count_p, G_p, L_p, tiles_p, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
 ):
     """A (chunk, key head): tiles [C, HV, 20, 16, 16] of its value heads. `L_p`: room for L of a block with itself, FP32
@@ -159,7 +159,7 @@ def packed_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts:
     tiles = torch.empty(chunks, hv, _TILES, dtype=v.dtype, device=device)
     own = torch.empty(chunks, hv, 4, 256, dtype=torch.float32, device=device)
     _sums_kernel[(chunks,)](g, start, count, sums, HV=hv, H=triton.next_power_of_2(hv), num_warps=1)
-    _blocks_kernel[(chunks, hk)](
+    _chunk_blocks_kernel[(chunks, hk)](
         q, k, beta, start, count, sums, own, tiles, HK=hk, HV=hv, DK=dk, num_warps=8, num_stages=1,
         enable_fp_fusion=False,
     )

@@ -6,9 +6,9 @@ product with the keys before, one with the state, one with the updates of earlie
 do not meet, each row's accumulator begins as in the general form, and sums have its order. Of the block's inverse one
 row is computed, from those before it.
 
-`_keys_kernel` does what depends on keys, once for all columns, and `_token_kernel` what reads the state. Programs share
-rows of the caches, but read rows before the token's and write its own. So are forks: what lies in the row that is read
-goes to the one that is written, without the token's rows.
+`_token_keys_kernel` does what depends on keys, once for all columns, and `_token_kernel` what reads the state. Programs
+share rows of the caches, but read rows before the token's and write its own. So are forks: what lies in the row that is
+read goes to the one that is written, without the token's rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -42,7 +42,7 @@ def _copied(state_p, read, write, at, mask):
 
 
 @triton.jit(do_not_specialize=["HK"])
-def _keys_kernel(
+def _token_keys_kernel(
     q_p, k_p, g_p, beta_p, before_p, read_p, write_p, kc_p, G_p, T_p, kq_p, LP_p, TP_p, HK, GROUP: tl.constexpr,
     DK: tl.constexpr,
 ):
@@ -138,7 +138,7 @@ def _token_kernel(
     kq_p, LP_p, TP_p, v_p, beta_p, o_p, before_p, read_p, write_p, S_p, kc_p, dc_p, G_p, X_p, scale, HK, HV,
     DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """(`BV` columns, `HEADS` value heads, sequence), after `_keys_kernel`."""
+    """(`BV` columns, `HEADS` value heads, sequence), after `_token_keys_kernel`."""
     y0, first, s = tl.program_id(0) * BV, tl.program_id(1) * HEADS, tl.program_id(2)
     n0, t, b0 = _place(before_p, s)
     read, write = tl.load(read_p + s) * HV, tl.load(write_p + s) * HV
@@ -185,7 +185,7 @@ def token_rule(
     (count, hk, dk), (hv, dv), out = k.shape, v.shape[1:], torch.empty_like(v)
     place = parts.before, parts.rows.read, parts.rows.write
     pair, rows, own = (v.new_empty(count, *shape) for shape in ((hk, 2, dk), (hv, 2, 64), (hv, 2, 16)))
-    _keys_kernel[(4, hk, count)](
+    _token_keys_kernel[(4, hk, count)](
         q, k, g, beta, *place, kept.keys, kept.sums, kept.inverse, pair, rows, own, hk, GROUP=hv // hk, DK=dk,
         num_warps=1, num_stages=1, maxnreg=_KEYS_REGISTERS, enable_fp_fusion=False,
     )

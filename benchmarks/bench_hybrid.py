@@ -25,22 +25,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from common import RESULTS, emit, end_on_sigterm, environment, require_gpu, table, timed
+from common import emit, end_on_sigterm, environment, require_gpu, timed
 from profile_step import Profiled, profiled_calls
 from whole_model import (
     Row,
     Workload,
+    add_options,
     delta_kernels,
     in_turns,
     measured,
     must_offload,
+    parsed_by,
     peer_rows,
     rollout_row,
     spec_of,
-    summary,
+    tell,
     update_config,
     update_of,
     update_row,
@@ -104,32 +105,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["rollout", "update"], default=["rollout", "update"])
     parser.add_argument("--shape", default="qwen3.5-9b", choices=[name for name, s in SHAPES.items() if s.delta])
-    parser.add_argument("--precision", nargs="+", choices=["fp8", "bf16"], default=["fp8", "bf16"])
     parser.add_argument("--kv-cache", choices=["bf16", "fp8"], default="bf16", help="rollout: of keys and values")
     parser.add_argument("--kernels", default="auto", help="of ours: hopper or triton")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="rollout: sequences")
-    parser.add_argument("--prompt", type=int, default=512, help="rollout: tokens of a prompt")
-    parser.add_argument("--new", type=int, default=1024, help="rollout: new tokens of a sequence")
-    parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
-    parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
-    parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
-    parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
-    parser.add_argument("--repeats", type=int, default=2, help="update: in each process")
-    parser.add_argument("--peer", default="", help="command of another engine, as for bench_rollout.py")
-    parser.add_argument("--peer-dtype", default="fp8", help="or 'fp8 kv8' (FP8 cache)")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU; nothing is kept")
-    parser.add_argument("--name", default="hybrid")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    for name in ("--part", "--one"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.device = "cpu" if args.tiny else "cuda"
-    if args.tiny:
-        args.shape, args.batch, args.prompt, args.new, args.rounds = "tiny-hybrid", [2, 3], 20, 12, 1
-        args.tokens, args.length, args.micro, args.repeats = 256, 64, 128, 1
-    return args
+    add_options(parser, "hybrid")
+    return parsed_by(parser, "tiny-hybrid")
 
 
 def main() -> None:
@@ -146,10 +125,7 @@ def main() -> None:
     new, failed = measured(
         __file__, args, asked, lambda part: peer_rows(args.peer, args.peer_dtype, spec, part, workloads(args))
     )
-    if lines := summary(new):
-        print(table(lines, list(dict.fromkeys(key for line in lines for key in line))))
-    if failed:
-        raise SystemExit(f"failed: {failed}")
+    tell(new, failed)
 
 
 if __name__ == "__main__":

@@ -36,14 +36,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from common import (
-    RESULTS,
     emit,
     end_on_sigterm,
     environment,
@@ -58,12 +56,14 @@ from torch import nn
 from whole_model import (
     Row,
     Workload,
+    add_options,
     in_turns,
     measured,
+    parsed_by,
     peer_rows,
     rollout_row,
     spec_of,
-    summary,
+    tell,
     update_config,
     update_of,
     update_row,
@@ -303,30 +303,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--shape", default="moonlight-16b-a3b", choices=[n for n, s in SHAPES.items() if s.latent])
-    parser.add_argument("--precision", nargs="+", choices=["fp8", "bf16"], default=["fp8", "bf16"])
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="rollout: sequences")
-    parser.add_argument("--prompt", type=int, default=512, help="rollout: tokens of a prompt")
-    parser.add_argument("--new", type=int, default=1024, help="rollout: new tokens of a sequence")
-    parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
-    parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
-    parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
-    parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
-    parser.add_argument("--repeats", type=int, default=2, help="update: in each process; ops: five times as many")
-    parser.add_argument("--peer", default="", help="command of another engine, as for bench_rollout.py")
-    parser.add_argument("--peer-dtype", default="fp8")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU; nothing is kept")
-    parser.add_argument("--name", default="latent")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    for name in ("--part", "--one"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.device = "cpu" if args.tiny else "cuda"
-    if args.tiny:
-        args.shape, args.batch, args.prompt, args.new, args.rounds = "tiny-mla", [2, 3], 20, 12, 1
-        args.tokens, args.length, args.micro, args.repeats = 256, 64, 128, 1
-    return args
+    add_options(parser, "latent")
+    return parsed_by(parser, "tiny-mla")
 
 
 def main() -> None:
@@ -345,10 +323,7 @@ def main() -> None:
         print(table(of_part, ["op", "case", "us", "TB/s", "spread %", "bits"]))
     if of_part := [row for row in new if row["part"] == "shared"]:
         print(table(of_part, ["case", "apart", "merged", "merged, gluon", "gain", "TB/s apart", "auto merges", "bits"]))
-    if lines := summary(new):
-        print(table(lines, list(dict.fromkeys(key for line in lines for key in line))))
-    if failed:
-        raise SystemExit(f"failed: {failed}")
+    tell(new, failed)
 
 
 if __name__ == "__main__":

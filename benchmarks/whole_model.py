@@ -21,7 +21,7 @@ import torch
 from bench_rollout import PEER_MARK, DecodeClock, peer_command
 from bench_step import BF16_CEILING
 from bench_update import FLOW, groups_of
-from common import READ_TBPS, NoText, ask, median, save, saved_rows, split_variant, timed
+from common import READ_TBPS, RESULTS, NoText, ask, median, save, saved_rows, split_variant, table, timed
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe
@@ -138,7 +138,8 @@ def delta_kernels() -> set[str]:
         for value in vars(importlib.import_module(name)).values():
             while not isinstance(value, JITFunction) and hasattr(value, "fn"):  # tuned, or with heuristics
                 value = value.fn
-            if isinstance(value, JITFunction) and value.__module__ == name:
+            launched = isinstance(value, JITFunction) and value.__name__.endswith("_kernel")
+            if launched and value.__module__ == name:  # others are parts of kernels
                 found.add(value.__name__)
     return found
 
@@ -301,6 +302,49 @@ def update_row(spec: ModelSpec, tokens: int, ms: float, peak: float, device: str
     speed = flops_of_update(spec, tokens) / ms / 1e9
     row: Row = {"tokens": tokens, "update_ms": ms, "TFLOP/s": speed, "share of 785": speed / BF16_CEILING}
     return row | ({"peak GiB": peak} if device == "cuda" else {})
+
+
+# what the scripts are asked
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options that the benchmarks of whole models share; `name`: of the file of results."""
+    parser.add_argument("--precision", nargs="+", choices=["fp8", "bf16"], default=["fp8", "bf16"])
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="rollout: sequences")
+    parser.add_argument("--prompt", type=int, default=512, help="rollout: tokens of a prompt")
+    parser.add_argument("--new", type=int, default=1024, help="rollout: new tokens of a sequence")
+    parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
+    parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
+    parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
+    parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
+    parser.add_argument("--repeats", type=int, default=2, help="update: in each process")
+    parser.add_argument("--peer", default="", help="command of another engine, as for bench_rollout.py")
+    parser.add_argument("--peer-dtype", default="fp8", help="or 'fp8 kv8' (FP8 cache)")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU; nothing is kept")
+    parser.add_argument("--name", default=name)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    for hidden in ("--part", "--one"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+
+
+def parsed_by(parser: argparse.ArgumentParser, tiny_shape: str) -> argparse.Namespace:
+    """The arguments, with the sizes of `--tiny`."""
+    args = parser.parse_args()
+    args.device = "cpu" if args.tiny else "cuda"
+    if args.tiny:
+        args.shape, args.batch, args.prompt, args.new, args.rounds = tiny_shape, [2, 3], 20, 12, 1
+        args.tokens, args.length, args.micro, args.repeats = 256, 64, 128, 1
+    return args
+
+
+def tell(new: list[Row], failed: list[str]) -> None:
+    """The summary; SystemExit if anything failed."""
+    if lines := summary(new):
+        print(table(lines, list(dict.fromkeys(key for line in lines for key in line))))
+    if failed:
+        raise SystemExit(f"failed: {failed}")
 
 
 # all of it

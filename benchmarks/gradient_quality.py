@@ -31,6 +31,7 @@ from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.ops import quantize_act_t
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import frozen_values, masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.report.console import Display
@@ -79,8 +80,14 @@ def with_recipe(model: Transformer, recipe: Recipe, dtype: torch.dtype) -> Trans
     """The same weights in another flow."""
     device = model.head_weight.device
     other = Transformer(model.spec, recipe, master_dtype=torch.float32, dtype=dtype).to(device)
-    other.load_state_dict(model.state_dict())
-    other.publish()
+    frozen, into = frozen_values(model), masters_of(other)
+    with torch.no_grad():
+        for name, master in masters_of(model).items():
+            if name not in frozen:
+                into[name].param.copy_(master.param)
+        other.publish()
+        for name, value in frozen.items():  # a router's bias, which no flow trains
+            other._publish_value(name, value())
     return other
 
 
@@ -168,6 +175,8 @@ def main() -> None:
     for what, way in dict.fromkeys((row["what"], row["way"]) for row in rows):
         for role in dict.fromkeys(row["matrix"].rpartition(".")[2] for row in rows):
             of = [r for r in rows if (r["what"], r["way"]) == (what, way) and r["matrix"].endswith(f".{role}")]
+            if not of:  # a linear that is BF16 in every recipe has no wgrad by codes
+                continue
             cosines, errors = [r["cosine"] for r in of], [r["error"] for r in of]
             shown.append({
                 "what": what, "way": way, "role": role, "cosine": f"{median(cosines):.5f}",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -142,11 +143,15 @@ def main(arguments: list[str] | None = None) -> None:
         cases[f"plain {number} x {length}"] = lambda x=x, p=parts: plain.delta_rule_backward(x[2], *x, p)
     cases |= row_cases(64 if tiny else 32768, sizes, device)
     for batch in (2,) if tiny else (64, 256):
-        if args.only in f"layer general decode {batch}":
+        kinds = [f"{kind} {batch}" for kind in ("decode", "general decode", "layer decode")]
+        if any(args.only in kind for kind in kinds):
             layers = [layer_of(batch, sizes, kernels, device, seed) for seed in range(LAYERS)]
-            for kind, runs in zip(("decode", "general decode", "layer decode"), zip(*layers, strict=True), strict=True):
-                cases[f"{kind} {batch}"] = captured(list(runs), device)
-    cases = {name: run for name, run in cases.items() if args.only in name}
+            for kind, runs in zip(kinds, zip(*layers, strict=True), strict=True):
+                cases[kind] = captured(list(runs), device)
+    chosen = {name: run for name, run in cases.items() if args.only in name}
+    if not chosen:
+        raise SystemExit(f"no case has {args.only!r} in its name; there are: {', '.join(cases)}")
+    cases = chosen
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, run in cases.items():
@@ -154,8 +159,9 @@ def main(arguments: list[str] | None = None) -> None:
             found[name].append(timed(run, device, 3 if tiny or name.startswith("plain") else 20) / of)
         if args.out or not tiny:
             gpu = None if tiny else torch.cuda.get_device_name()
-            row = {"gpu": gpu, "heads": list(sizes), "layers": LAYERS, "ms": found}
-            write_json((args.out or RESULTS) / "delta.json", row)
+            path = (args.out or RESULTS) / "delta.json"
+            before = json.loads(path.read_text())["ms"] if args.only and path.exists() else {}
+            write_json(path, {"gpu": gpu, "heads": list(sizes), "layers": LAYERS, "ms": before | found})
     for case, times in found.items():
         middle, share = statistics.median(times), ""
         if "decode" in case and not tiny:

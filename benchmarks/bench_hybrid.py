@@ -90,8 +90,8 @@ def updates(args: argparse.Namespace) -> Iterator[Row]:
     of_delta = of_kernels(profiled_calls(once, args.device), delta_kernels()) if args.device == "cuda" else {}
     for number, (ms, peak) in enumerate(times):
         row = update_row(spec, args.tokens, ms, peak, args.device) | of_delta
-        row |= {"engine": name_of(args.one, args.kernels), "precision": args.one, "number": number, "micro": args.micro}
-        yield row | {"checkpointing": again, "offload": offload}
+        row |= {"engine": name_of(args.one, args.kernels), "precision": args.one, "number": number}
+        yield row | {"length": args.length, "micro": args.micro, "checkpointing": again, "offload": offload}
 
 
 def of_kernels(found: Profiled, names: set[str]) -> Row:

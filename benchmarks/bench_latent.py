@@ -19,7 +19,7 @@ update   `train.step.update` and publishing, as in bench_update.py, of `--tokens
          FP8 and BF16 take turns in processes of their own. Goals: 45 % of 785 TFLOP/s, 1.1x BF16, 115 GiB.
 ops      the absorbed forward pass as training calls it, and the backward pass (with keys and values made again), of one
          layer: packed sequences of 16 x 2048 and 4 x 8192. FLOPs of a query, key and head: 2 x 1,088 absorbed, 1,664
-         expanded and backward. Goal: 350 TFLOP/s forward. "attend, gluon": by `latent_rows`, whose bits are compared.
+         expanded and backward. Goal: 350 TFLOP/s forward. "attend, triton": not by `latent_rows`; bits are compared.
 forms    decode attention of one layer with each number of warps and stages, and by tiles and columns: which is the
          fastest, and equal bits.
 shared   decode attention of one layer where groups of 16 share a prompt and have 512 keys each of their own: apart,
@@ -122,7 +122,7 @@ def updates(args: argparse.Namespace) -> Iterator[Row]:
     for number in range(args.repeats):
         ms, peak = timed(step)
         row = update_row(spec, args.tokens, ms, peak, args.device) | {"precision": args.one, "number": number}
-        yield row | {"micro": args.micro, "checkpointing": args.checkpointing}
+        yield row | {"length": args.length, "micro": args.micro, "checkpointing": args.checkpointing}
 
 
 # ops
@@ -149,8 +149,8 @@ def calls_of(s: LatentSizes, count: int, length: int, device: str) -> dict[str, 
 
     more: dict[str, Callable[[], Any]] = {}
     if device == "cuda":
-        equal = all(torch.equal(a, b) for a, b in zip(by_gluon(attend), (attended, lse), strict=True))
-        more = {"attend, gluon" + " (DIFFERENT bits)" * (not equal): partial(by_gluon, attend)}
+        equal = all(torch.equal(a, b) for a, b in zip(by_triton(attend), (attended, lse), strict=True))
+        more = {"attend, triton" + " (DIFFERENT bits)" * (not equal): partial(by_triton, attend)}
     return {
         "absorb": lambda: latent.absorb(q, up, s), "lift": lambda: latent.lift(attended, up, s),
         "attend": attend, **more,
@@ -222,11 +222,11 @@ def ops(args: argparse.Namespace) -> Iterator[Row]:
 # shared
 
 
-def by_gluon(call: Callable[[], Any]) -> Any:
-    """`call`, with programs of 64 rows by `latent_rows`."""
+def by_triton(call: Callable[[], Any]) -> Any:
+    """`call`, with programs of 64 rows by Triton in place of `latent_rows`."""
     from jetrl.kernels.attention import latent_triton
 
-    with mock.patch.object(latent_triton, "ROWS_IN_GLUON", True):
+    with mock.patch.object(latent_triton, "ROWS_IN_GLUON", False):
         return call()
 
 
@@ -265,7 +265,7 @@ def decodes(args: argparse.Namespace) -> Iterator[Row]:
             name: partial(backend_of(q).latent_attend_cached, q, row, pages, p, 0.05, s) for name, p in plans.items()
         }
         if args.device == "cuda":
-            calls["merged, gluon"] = partial(by_gluon, calls["merged"])
+            calls["merged, triton"] = partial(by_triton, calls["merged"])
         first, *others = (call() for call in calls.values())
         equal = all(torch.equal(first, other) for other in others)
         if args.device == "cuda":
@@ -322,7 +322,8 @@ def main() -> None:
     if of_part := [row for row in new if row["part"] == "forms"]:
         print(table(of_part, ["op", "case", "us", "TB/s", "spread %", "bits"]))
     if of_part := [row for row in new if row["part"] == "shared"]:
-        print(table(of_part, ["case", "apart", "merged", "merged, gluon", "gain", "TB/s apart", "auto merges", "bits"]))
+        columns = ["case", "apart", "merged", "merged, triton", "gain", "TB/s apart", "auto merges", "bits"]
+        print(table(of_part, columns))
     tell(new, failed)
 
 

@@ -32,7 +32,7 @@ from jetrl.engine.engine import PagedEngine
 from jetrl.model.transformer import Transformer
 from jetrl.spec import SHAPES
 
-_CASE = ("shape", "what", "layers", "precision", "kv_cache", "kernels", "batch", "context", "tokens", "micro",
+_CASE = ("shape", "what", "layers", "precision", "kv_cache", "kernels", "batch", "context", "tokens", "length", "micro",
          "checkpointing", "offload")
 
 

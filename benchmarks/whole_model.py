@@ -351,7 +351,7 @@ def tell(new: list[Row], failed: list[str]) -> None:
 
 
 _CASE = ("part", "shape", "layers", "precision", "kv_cache", "kernels", "engine", "sequences", "prompt", "new", "group",
-         "tokens", "micro", "checkpointing", "op", "case", "round", "number")
+         "tokens", "length", "micro", "checkpointing", "offload", "op", "case", "round", "number")
 _VALUES = {"rollout": "tokens/s", "groups": "tokens/s", "long": "tokens/s", "update": "TFLOP/s"}  # of each part
 
 

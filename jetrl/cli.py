@@ -263,7 +263,7 @@ def _add_study() -> None:
 _add_study()
 
 
-_DRAWN = "Settings of [lora], such as lora.rank=8, which add adapters with random weights; or kernels=triton."
+_DRAWN = "Settings of the section lora, such as lora.rank=8, which add adapters with random weights; or kernels=triton."
 
 
 @app.command()

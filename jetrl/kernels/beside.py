@@ -5,8 +5,9 @@ Outside of a capture all is on one stream: a launch costs the host more there th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -14,22 +15,24 @@ import torch
 T = TypeVar("T")
 
 
-def beside(device: torch.device, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """What `work` returns, and what is to be called before that is used: the stream waits there for the second one.
+@contextmanager
+def beside(device: torch.device, work: Callable[[], T]) -> Iterator[T]:
+    """What `work` returns, to be used once the context has ended: the stream waits there for the second one, after an
+    error too, as a capture cannot end with a stream that nothing waits for.
 
-    `work` reads what is there when this is called; that must stay in place until then.
+    `work` reads what is there when the context begins; that must stay in place until it ends.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return work(), _nothing
+        yield work()
+        return
     main, second = torch.cuda.current_stream(), _second_stream(device)
     second.wait_stream(main)
-    with torch.cuda.stream(second):
-        done = work()
-    return done, partial(main.wait_stream, second)
-
-
-def _nothing() -> None:
-    """Nothing runs beside."""
+    try:
+        with torch.cuda.stream(second):
+            done = work()
+        yield done
+    finally:
+        main.wait_stream(second)
 
 
 @cache

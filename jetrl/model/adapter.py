@@ -11,7 +11,8 @@ Legend: `T` tokens, `K` input size, `N` rows of the base's weight, `P` projectio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +94,9 @@ class Adapter(nn.Module):
         """What `finish` needs of x, without gradients, and the codes that the base reads (`pow2`: of its scales)."""
         return ops.begin(x, self.a.published, pow2)
 
-    def begin_beside(self, x: Tensor) -> tuple[ops.Begun, Callable[[], None]]:
-        """`begin`, where the base needs nothing of it, and what is to be called once the base's GEMM is launched: the
-        stream waits there for what runs beside it (`FORK`)."""
-        return beside(x.device, lambda: self.begin(x)) if FORK else (self.begin(x), _nothing)
+    def begin_beside(self, x: Tensor) -> AbstractContextManager[ops.Begun]:
+        """`begin`, beside what is launched within the context, which needs nothing of it (`FORK`)."""
+        return beside(x.device, lambda: self.begin(x)) if FORK else nullcontext(self.begin(x))
 
     def finish(self, y: Tensor, begun: ops.Begun) -> Tensor:
         """The base's output `y` with the adapters', in its place."""
@@ -135,10 +135,6 @@ class Adapter(nn.Module):
     def add_expand_gradient(self, dy: Tensor, u: Tensor, kept: Tensor) -> None:
         """dB, added to `kept` in FP32 and rounded to its type."""
         kept.copy_(kept.to(torch.float32) + self.expand_gradient(dy, u))
-
-
-def _nothing() -> None:
-    """Nothing runs beside."""
 
 
 def is_adapter(name: str) -> bool:

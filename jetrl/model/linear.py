@@ -332,9 +332,8 @@ class FlowLinear(HoldsMasters):
         if pow2 is not None and codes is None:
             begun = self.lora.begin(values, pow2)
             return self._base(values, begun.codes, pow2), begun
-        begun, join = self.lora.begin_beside(values)
-        y = self._base(values, codes, pow2)
-        join()
+        with self.lora.begin_beside(values) as begun:
+            y = self._base(values, codes, pow2)
         return y, begun
 
     def _base(self, x: Tensor | None, codes: QTensor | None, pow2: bool | None) -> Tensor:

@@ -8,6 +8,7 @@ need.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -200,10 +201,10 @@ class MoE(Block):
         """What is added to the experts' outputs [T, D]: nothing here."""
         return None
 
-    def _shared_beside(self, y: Tensor, side: Side) -> tuple[Tensor | None, Callable[[], None]]:
-        """`shared` beside the routed experts, and what to call before it is used."""
+    def _shared_beside(self, y: Tensor, side: Side) -> AbstractContextManager[Tensor | None]:
+        """`shared`, beside what is launched within the context: the routed experts."""
         if not self.experts.shared_size:
-            return None, lambda: None
+            return nullcontext()
         return beside(y.device, lambda: self.shared(y, side, no_tap))
 
     def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
@@ -244,10 +245,15 @@ class MoE(Block):
         return y, residual
 
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        side = context.batch.side
         y, residual = self._normed(x, residual)  # the router reads it in BF16
+        with self._shared_beside(y, context.batch.side) as shared:
+            rows, weights, groups = self._infer_routed(y, context)
+        return moe.combine(rows, weights, groups, shared), residual
+
+    def _infer_routed(self, y: Tensor, context: Context) -> tuple[Tensor, Tensor, Groups]:
+        """The routed experts' rows of `y` [T, D], the weights of each token's, and the groups that the rows are in."""
+        side = context.batch.side
         into, out, count = self.gate_up.recipes[side], self.down.recipes[side], self.experts.count
-        shared, wait_for_shared = self._shared_beside(y, side)
         chosen, weights = self._routed(y, context, no_tap)
         rows: Tensor | QTensor
         if into is not None and out is not None and self.gate_up.reads_codes(side) and self.down.reads_codes(side):
@@ -265,8 +271,7 @@ class MoE(Block):
         else:
             act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
         rows = self.down.infer_rows(act, groups, side)
-        wait_for_shared()
-        return moe.combine(rows, weights, groups, shared), residual
+        return rows, weights, groups
 
     @staticmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:

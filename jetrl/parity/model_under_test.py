@@ -159,7 +159,7 @@ def _settings(overrides: Sequence[str]) -> dict[str, Any]:
     if wrong := [key for key in said if key != "kernels" and not key.startswith("lora.")]:
         raise UserError(
             f"{wrong[0]}: a certificate takes settings of [lora], such as lora.rank=8, and kernels=triton. Give "
-            "precision and cache by --precision and --kv-cache."
+            "precision, cache and device by --precision, --kv-cache and --device."
         )
     lora = {key.removeprefix("lora."): value for key, value in said.items() if key != "kernels"}
     return ({"lora": lora} if lora else {}) | {key: value for key, value in said.items() if key == "kernels"}

@@ -176,8 +176,16 @@ def check_experts(config: Config, spec: ModelSpec) -> None:
         require_experts(config.kernels)
     if spec.latent is not None:
         require_latent(config.kernels)
-        if config.kernels != "reference":
-            require_sizes(sizes_of(spec), STEPS[config.kernels])
+    check_gpu_sizes(config, spec)
+
+
+def check_gpu_sizes(config: Config, spec: ModelSpec) -> None:
+    """UserError for sizes of latent attention or Gated DeltaNet that the config's kernels do not have, if they are a
+    GPU's. No GPU is needed for that."""
+    if config.kernels == "reference":
+        return
+    if spec.latent is not None:
+        require_sizes(sizes_of(spec), STEPS[config.kernels])
     if spec.delta is not None:
         _check_delta(config, spec.delta)
 
@@ -187,7 +195,7 @@ def _check_delta(config: Config, delta: DeltaSpec) -> None:
     heads = {"linear_key_head_dim": delta.key_dim, "linear_value_head_dim": delta.value_dim}
     wrong = [f"{key} = {size}" for key, size in heads.items() if size not in KERNEL_SIZES]
     wrong += [f"linear_conv_kernel_dim = {delta.conv_width}"] if delta.conv_width > KERNEL_WIDTH else []
-    if config.kernels != "reference" and wrong:
+    if wrong:
         raise UserError(
             f"{some(wrong)}: the kernels of a GPU have heads of {', '.join(map(str, KERNEL_SIZES))} and convolutions "
             f'over up to {KERNEL_WIDTH} tokens. Set device = "cpu", or use another model.'

@@ -88,7 +88,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.run.fit.advice import gpu_named, on_gpu, report
     from jetrl.run.pin import pinned, weights_to_come
-    from jetrl.run.prepare import in_steps, prepare
+    from jetrl.run.prepare import check_gpu_sizes, check_sizes, in_steps, prepare
     from jetrl.run.preview import preview
 
     if gpu:
@@ -100,13 +100,16 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     check_trackers(TrackSettings(**config.track.model_dump()))
     on_cpu = {"device": "cpu", "kernels": "reference"}
     plan = prepare(config.model_copy(update=on_cpu) if elsewhere else config)
+    if elsewhere:
+        check_gpu_sizes(config, plan.spec)
+        check_sizes(config, plan.spec, plan.recipe)
     echo(to_toml(config))
     for line in preview(in_steps(config, plan.task), plan):
         echo(line, err=True)
     if text := weights_to_come(config):
         echo(text, err=True)
     if elsewhere:
-        echo("There is no GPU here, so the kernels were not checked.", err=True)
+        echo("There is no GPU here, so the kernels were not tried.", err=True)
     for line in report(path, overrides, plan.spec, ranks, gpu):
         echo(line, err=True)
 

@@ -18,9 +18,8 @@ def test_a_graph_waits_for_what_is_beside() -> None:
     def step() -> Tensor:
         y = x
         for _ in range(8):  # layers: memory of both streams is used again
-            aside, wait = beside(y.device, lambda y=y: torch.tanh(y @ w @ w @ w))
-            own = torch.sin(y @ w)
-            wait()
+            with beside(y.device, lambda y=y: torch.tanh(y @ w @ w @ w)) as aside:
+                own = torch.sin(y @ w)
             y = own + aside
         return y
 
@@ -31,3 +30,16 @@ def test_a_graph_waits_for_what_is_beside() -> None:
         want = step()
         graph[0].replay()
         assert torch.equal(out, want)
+
+
+def test_an_error_beside_it_is_the_one_that_is_raised() -> None:
+    """The second stream has ended in the first one by then, so the capture ends as well."""
+    x = torch.randn(8, 8, device="cuda")
+
+    def step() -> Tensor:
+        with beside(x.device, lambda: x @ x):
+            raise MemoryError("of the first stream")
+
+    (x @ x).sum()
+    with pytest.raises(MemoryError, match="of the first stream"):
+        Capture(x.device)(step)

@@ -9,6 +9,5 @@ from jetrl.kernels.beside import beside
 
 def test_work_is_done_at_once_where_nothing_is_captured() -> None:
     x = torch.ones(3)
-    done, wait = beside(x.device, lambda: x + 1)
-    assert torch.equal(done, x * 2)
-    wait()
+    with beside(x.device, lambda: x + 1) as done:
+        assert torch.equal(done, x * 2)

@@ -25,6 +25,7 @@ def _finish(
     total, q_p, k_p, v_p, t, head, c, inside, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):
     """A row's sums of a head [D]: SiLU; of queries and keys the L2 norm."""
+    t = t.to(tl.int64)
     y = (total * tl.div_rn(1.0, tl.exp(-total) + 1.0)).to(tl.bfloat16)
     if head >= 2 * HK:
         tl.store(v_p + (t * HV + head - 2 * HK) * DV + c, y, mask=inside)

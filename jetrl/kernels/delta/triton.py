@@ -69,11 +69,11 @@ def _gate_kernel(
     NORM: tl.constexpr,
 ):
     """A (row, head). `NORM`: the RMSNorm of the head, times silu(gate); else the head, times sigmoid(gate)."""
-    t, h = tl.program_id(0), tl.program_id(1)
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, B)
     inside = c < D
     x = tl.load(x_p + (t * H + h) * D + c, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(gate_p + t.to(tl.int64) * stride + h * step + c, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(gate_p + t * stride + h * step + c, mask=inside, other=0.0).to(tl.float32)
     factor = tl.div_rn(1.0, tl.exp(-z) + 1.0)
     if NORM:
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=0) / D + EPS))

@@ -51,6 +51,8 @@ class TrainingPass:
     lean        what the backward pass can make again is not kept (`train.lean_backward`)
     again       it makes the whole layer again, from its input (`train.activation_checkpointing`)
     summed      gradients are kept in BF16, and added up in FP32 matrix by matrix
+    repeated    rows where shared prompts stand before each of their answers, as a multiple of the packed ones
+                (`train.share_prompts`)
     has_stream  the block's norm adds to a residual stream, as all do but the model's first
     block       the block that is asked; None: the whole layer
     """
@@ -62,6 +64,7 @@ class TrainingPass:
     lean: bool = True
     again: bool = False
     summed: bool = False
+    repeated: float = 1.0
     has_stream: bool = True
     block: Block | None = None
 

@@ -102,11 +102,14 @@ class GatedDelta(Block):
         return flow.op("delta_norm.dy", "add", {"x": dx, "y": flow.router("ba", d_logits, "delta_norm")})
 
     def saved_bytes(self, of: TrainingPass) -> float:
-        """What the linears read and give; q, k, v, the logits and gates, and the rule's output."""
+        """What the linears read and give; q, k, v, the logits and gates, and the rule's output. All but the linears' is
+        made for each answer to a shared prompt, from a copy of what the linear gives."""
         d = _delta(of.spec)
         total = of.kept_input("qkvz", of.spec.hidden_size) + 2 * (d.conv_channels + d.value_size)
-        total += 2 * of.spec.hidden_size + 16 * d.value_heads  # the logits read the norm's output
-        return total + 2 * d.conv_channels + 2 * d.value_size + of.kept_input("out", d.value_size)
+        total += 2 * of.spec.hidden_size  # the logits read the norm's output
+        copies = 2 * d.conv_channels if of.repeated > 1 else 0
+        rule = copies + 16 * d.value_heads + 2 * d.conv_channels + 2 * d.value_size
+        return total + of.repeated * rule + of.kept_input("out", d.value_size)
 
     def passing_bytes(self, of: TrainingPass) -> int:
         """That of the rule on a GPU (`kernels.delta.backward_triton`): a chunk's matrices, states and their gradients,
@@ -115,7 +118,7 @@ class GatedDelta(Block):
         squares, rows = 8 * CHUNK, 2 * max(d.key_dim, d.value_dim) + 6 * d.value_dim
         heads = squares + rows + 4 * d.key_dim * d.value_dim // CHUNK + 32
         rule = d.value_heads * heads + 4 * d.key_heads * d.key_dim
-        return max(super().passing_bytes(of), of.tokens * max(rule, 8 * d.conv_channels))
+        return max(super().passing_bytes(of), int(of.tokens * of.repeated) * max(rule, 8 * d.conv_channels))
 
 
 def _delta(spec: ModelSpec) -> DeltaSpec:

@@ -39,10 +39,18 @@ def layers(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> list
     return [
         TrainingPass(
             spec, recipe, layer, tokens, train.lean_backward, train.activation_checkpointing,
-            train.grad_dtype == "bfloat16",
+            train.grad_dtype == "bfloat16", _repeated(config),
         )
         for layer in range(spec.num_layers)
     ]
+
+
+def _repeated(config: Config) -> float:
+    """`TrainingPass.repeated` of prompts and answers of full length."""
+    if not config.train.share_prompts:
+        return 1.0
+    prompt, answer, group = config.task.max_prompt_length, config.rollout.max_response_length, config.rollout.group_size
+    return (prompt + group * (prompt + answer)) / (prompt + group * answer)
 
 
 def activations(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> int:

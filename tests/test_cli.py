@@ -335,9 +335,20 @@ def test_dry_run_for_a_gpu_checks_its_name_first_and_needs_none(
     assert (status, out) == (2, "") and "--gpu b17: write h100, h200" in err
     status, out, err = jetrl("train", recipe, "device=cuda", "--dry-run", "--gpu", "h200")
     assert status == 0 and 'device = "cuda"' in out and 'kernels = "hopper"' in out, err
-    assert "There is no GPU here, so the kernels were not checked." in err and "for H200" in err and "It fits" in err
+    assert "There is no GPU here, so the kernels were not tried." in err and "for H200" in err and "It fits" in err
     assert_refused(jetrl("train", recipe, "device=cuda", "--dry-run"), "cuda")
     assert_refused(jetrl("train", recipe, "device=cuda", "--dry-run", "--gpu", "h200", "task.reward=no:x"), "no")
+
+
+@pytest.mark.parametrize(("shipped", "setting", "said"), [
+    ("quickstart_mla", "device=cuda", "this model has .*kv_lora_rank = 96"),
+    ("quickstart_hybrid", "model.arch.linear_key_head_dim=24", "linear_key_head_dim = 24: the kernels of a GPU have"),
+])
+def test_a_dry_run_for_a_gpu_refuses_sizes_that_its_kernels_lack(
+    jetrl: Cli, shipped: str, setting: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(jetrl("train", shipped, "--dry-run", "--gpu", "h200", "device=cuda", setting), said)
 
 
 def test_lists_fit_a_terminal_of_80_columns(jetrl: Cli) -> None:

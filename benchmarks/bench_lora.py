@@ -84,7 +84,7 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Request, SamplingParams, StepReport, WeightSet
+from jetrl.types import Request, SamplingParams, WeightSet
 
 TINY = replace(
     SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
@@ -177,15 +177,7 @@ def requests_of(args: argparse.Namespace, batch: int, prompt: int, new: int) -> 
 def steps_of(engine: PagedEngine, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """One `generate`: the steps in which all sequences decode, and the whole."""
     clock, start = DecodeClock(batch, args.prompt), synchronized()
-    last = start
-
-    def on_step(report: StepReport) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        clock.look(report.generated_tokens, (now - last) * 1e3)
-        last = now
-
-    engine.generate(requests_of(args, batch, args.prompt, args.new), on_step=on_step)
+    engine.generate(requests_of(args, batch, args.prompt, args.new), on_step=clock.on_step)
     if not clock.steps:
         raise SystemExit(f"--new {args.new} are too few: no step had all {batch} sequences decode")
     # the median leaves out looks in which a graph was captured

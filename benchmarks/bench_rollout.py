@@ -70,6 +70,12 @@ class DecodeClock:
         self.drawn, self.decoding = 0, False
         self.steps: list[float] = []  # milliseconds a step, of each look
         self.milliseconds = self.tokens = self.keys = 0.0
+        self._last = time.perf_counter()
+
+    def on_step(self, report: StepReport) -> None:
+        """A look now, as `engine.generate` calls it; the first one's time, which ends at no step, is not used."""
+        before, self._last = self._last, time.perf_counter()
+        self.look(report.generated_tokens, (self._last - before) * 1e3)
 
     def look(self, generated: int, milliseconds: float) -> None:
         """`generated` tokens in total have been drawn, `milliseconds` after the last look."""
@@ -105,15 +111,8 @@ def measure(engine: PagedEngine, precision: str, batch: int, prompt: int, new: i
     requests = requests_of(batch, prompt, new)
     clock = DecodeClock(batch, prompt)
     torch.cuda.synchronize()
-    start = last = time.perf_counter()
-
-    def on_step(report: StepReport) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        clock.look(report.generated_tokens, (now - last) * 1e3)
-        last = now
-
-    engine.generate(requests, on_step=on_step)
+    start = time.perf_counter()
+    engine.generate(requests, on_step=clock.on_step)
     seconds = time.perf_counter() - start
     layers = engine.model.spec.num_layers
     kv_cache = "fp8" if engine.model.recipe.kv_cache.is_quantized else "bf16"

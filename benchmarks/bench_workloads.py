@@ -61,7 +61,7 @@ from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.parallel.world import ALONE
 from jetrl.run.compiling.ahead import compile_ahead
 from jetrl.run.compiling.display import Compiling
-from jetrl.types import Completion, Request, SamplingParams, StepReport, WeightSet
+from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
 PLAIN, MERGED, DRAFTS, NEVER = "plain", "merged", "drafts", "never"
 RAGGED = (0.8, 2048.0, 16384)  # sigma, mean and cap of log-normal lengths
@@ -159,20 +159,7 @@ def rollout(
 ) -> tuple[list[Completion], float, float]:
     """Completions, seconds, and the peak of memory in GiB."""
     done: list[Completion] = []
-    last = time.perf_counter()
-
-    def on_step(report: StepReport) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        clock.look(report.generated_tokens, (now - last) * 1e3)
-        last = now
-
-    def generate() -> None:
-        nonlocal last
-        last = time.perf_counter()
-        done.extend(engine.generate(asked, on_step=on_step))
-
-    milliseconds, peak = timed(generate)
+    milliseconds, peak = timed(lambda: done.extend(engine.generate(asked, on_step=clock.on_step)))
     return done, milliseconds / 1e3, peak
 
 

@@ -25,7 +25,17 @@ from pathlib import Path
 import torch
 from common import RESULTS, environment, median, require_gpu, save, saved_rows, table, timed
 from torch.profiler import ProfilerActivity, profile
-from whole_model import Row, engine_of, must_offload, requests_of, spec_of, update_config, update_of, with_row
+from whole_model import (
+    Row,
+    add_update_options,
+    engine_of,
+    must_offload,
+    requests_of,
+    spec_of,
+    update_config,
+    update_of,
+    with_row,
+)
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
@@ -186,10 +196,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="decode: sequences")
     parser.add_argument("--context", type=int, default=1024, help="decode: tokens of a prompt")
     parser.add_argument("--looks", type=int, default=3, help="decode: bursts that are profiled, and timed three times")
-    parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
-    parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
-    parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
-    parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
+    add_update_options(parser)
     parser.add_argument("--offload", choices=["auto", "on", "off"], default="auto",
                         help="update: moments in host memory; auto: where the GPU's is not enough, by prediction")
     parser.add_argument("--top", type=int, default=30, help="lines of the table; the file has all kernels")

@@ -43,7 +43,7 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Request, SamplingParams, StepReport, WeightSet
+from jetrl.types import Request, SamplingParams, WeightSet
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -203,16 +203,10 @@ def generated(
     engine: PagedEngine, work: list[Request], clock: DecodeClock
 ) -> tuple[dict[int, list[int]], float, float]:
     """The drawn tokens by request, milliseconds of the whole, and the peak of memory in GiB."""
-    done, last = dict[int, list[int]](), time.perf_counter()
-
-    def look(report: StepReport) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        clock.look(report.generated_tokens, (now - last) * 1e3)
-        last = now
+    done = dict[int, list[int]]()
 
     def generate() -> None:
-        done.update({c.request_id: c.tokens.tolist() for c in engine.generate(work, on_step=look)})
+        done.update({c.request_id: c.tokens.tolist() for c in engine.generate(work, on_step=clock.on_step)})
 
     ms, peak = timed(generate)
     return done, ms, peak
@@ -307,6 +301,13 @@ def update_row(spec: ModelSpec, tokens: int, ms: float, peak: float, device: str
 # what the scripts are asked
 
 
+def add_update_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
+    parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
+    parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
+    parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
+
+
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """The options that the benchmarks of whole models share; `name`: of the file of results."""
     parser.add_argument("--precision", nargs="+", choices=["fp8", "bf16"], default=["fp8", "bf16"])
@@ -315,10 +316,7 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="rollout: sequences")
     parser.add_argument("--prompt", type=int, default=512, help="rollout: tokens of a prompt")
     parser.add_argument("--new", type=int, default=1024, help="rollout: new tokens of a sequence")
-    parser.add_argument("--tokens", type=int, default=32768, help="update: of an update")
-    parser.add_argument("--length", type=int, default=2048, help="update: of a sequence")
-    parser.add_argument("--micro", type=int, default=8192, help="update: tokens of a micro-batch")
-    parser.add_argument("--checkpointing", action="store_true", help="update: activations are made again")
+    add_update_options(parser)
     parser.add_argument("--repeats", type=int, default=2, help="update: in each process")
     parser.add_argument("--peer", default="", help="command of another engine, as for bench_rollout.py")
     parser.add_argument("--peer-dtype", default="fp8", help="or 'fp8 kv8' (FP8 cache)")

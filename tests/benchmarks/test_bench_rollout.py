@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import bench_rollout
 import pytest
 from bench_rollout import DecodeClock, floor_ms, peer_command, peer_row
@@ -51,3 +53,12 @@ def test_the_peers_command_is_filled_in() -> None:
     with pytest.raises(SystemExit, match="kv"):
         peer_command(template, "fp8 kv8", [1], 1, 1, 1)
     assert bench_rollout.PEER_MARK == "VBENCH "
+
+
+def test_a_clock_times_the_steps_that_an_engine_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 9.0, 9.5, 9.75])
+    monkeypatch.setattr(bench_rollout.time, "perf_counter", lambda: next(now))
+    clock = DecodeClock(batch=2, prompt=10)
+    for generated in (2, 4, 6):
+        clock.on_step(SimpleNamespace(generated_tokens=generated))  # type: ignore[arg-type]
+    assert clock.steps == [500.0, 250.0]

@@ -109,8 +109,7 @@ def conv_heads_backward(
     by_block = torch.empty(blocks, width, channels, dtype=torch.float32, device=x.device)
     _conv_sums_kernel[(blocks, 2 * hk + hv)](
         x, taps, *(t.contiguous() for t in grads), local, sums, by_block, x.stride(0), rows, HK=hk, HV=hv, DK=dk,
-        DV=dv, D=triton.next_power_of_2(max(dk, dv)), W=width, R=_TILE, N=_TILES,
-        num_warps=4,
+        DV=dv, D=triton.next_power_of_2(max(dk, dv)), W=width, R=_TILE, N=_TILES, num_warps=4,
     )
     dx = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     _conv_inputs_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _CHANNELS))](

@@ -35,12 +35,11 @@ Legend: `C` chunks, `T` tokens, `HK`, `HV` heads of keys and values, `DK`, `DV` 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.delta.parts import CHUNK, Parts
+from jetrl.kernels.delta.parts import Parts
 
 _COLUMNS = 32  # of values, in a program that walks over states
 _KEYS = 128  # columns of dq and dk in a program
@@ -357,20 +356,6 @@ def _decay_kernel(
     tl.store(dbeta_p + j * HV, step, mask=j < count)
 
 
-def chunks_of(parts: Parts) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The first chunk of each sequence [B + 1]; of each chunk the first token and the number of tokens [C]; C."""
-    if (made := parts.made.get("chunks")) is not None:
-        return made  # type: ignore[no-any-return]
-    cu, total = parts.cu_seqlens, sum(-(-n // CHUNK) for n in parts.lengths)
-    counts = (cu.diff() + (CHUNK - 1)) // CHUNK
-    base = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    chunk = torch.arange(total, dtype=torch.int32, device=cu.device)
-    sequence = torch.searchsorted(base[1:].contiguous(), chunk, right=True)
-    start = cu[sequence] + (chunk - base[sequence]) * CHUNK
-    parts.made["chunks"] = base, start, (cu[sequence + 1] - start).clamp_max(CHUNK), total
-    return chunks_of(parts)
-
-
 def delta_rule_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts
 ) -> tuple[Tensor, ...]:
@@ -378,7 +363,7 @@ def delta_rule_backward(
     (hk, dk), (hv, dv) = k.shape[1:], v.shape[1:]
     assert all(t.is_contiguous() for t in (q, k, v, g, beta)) and v.dtype == torch.bfloat16
     grad = grad.contiguous()
-    base, start, count, chunks = chunks_of(parts)
+    base, start, count, chunks = parts.chunks()
     scale, device, wide = dk**-0.5, v.device, torch.float32
     sizes = {"HK": hk, "HV": hv, "DK": dk}
 

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.delta.backward_triton import chunks_of
 from jetrl.kernels.delta.general import planes
 from jetrl.kernels.delta.parts import Parts
 
@@ -154,7 +153,7 @@ def _walk_kernel(
 def packed_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: Parts) -> Tensor:
     """See `reference.delta_rule`, for sequences that begin here and of which no state is kept."""
     (hk, dk), (hv, dv), device = k.shape[1:], v.shape[1:], v.device
-    base, start, count, chunks = chunks_of(parts)
+    base, start, count, chunks = parts.chunks()
     out, sums = torch.empty_like(v), torch.empty(chunks, hv, 64, dtype=torch.float32, device=device)
     tiles = torch.empty(chunks, hv, _TILES, dtype=v.dtype, device=device)
     own = torch.empty(chunks, hv, 4, 256, dtype=torch.float32, device=device)

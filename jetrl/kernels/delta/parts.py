@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl.types import StateRows
@@ -55,6 +56,18 @@ class Parts:
             places = torch.arange(sum(self.lengths), dtype=torch.int32, device=self.cu_seqlens.device)
             self.made["owners"] = torch.searchsorted(self.cu_seqlens[1:].contiguous(), places, right=True)
         return self.made["owners"]  # type: ignore[no-any-return]
+
+    def chunks(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The first chunk of each sequence [B + 1]; of each chunk the first token and the number of tokens [C]; C."""
+        if "chunks" not in self.made:
+            cu, total = self.cu_seqlens, sum(-(-n // CHUNK) for n in self.lengths)
+            counts = (cu.diff() + (CHUNK - 1)) // CHUNK
+            base = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+            chunk = torch.arange(total, dtype=torch.int32, device=cu.device)
+            sequence = torch.searchsorted(base[1:].contiguous(), chunk, right=True)
+            start = cu[sequence] + (chunk - base[sequence]) * CHUNK
+            self.made["chunks"] = base, start, (cu[sequence + 1] - start).clamp_max(CHUNK), total
+        return self.made["chunks"]  # type: ignore[no-any-return]
 
     def starts(self) -> list[int]:
         """The first row of each."""

@@ -149,3 +149,12 @@ def test_recipes_and_studies_that_pages_name_are_shipped() -> None:
         named = re.findall(r"`((?:gsm8k|grpo|dapo|quickstart|h200)_[\w.]+)`", page.read_text(encoding="utf-8"))
         missing = {name for name in named if name not in known and not NO_KEYS.search(name)}
         assert not missing, f"{page.name} names recipes or studies that do not exist: {sorted(missing)}"
+
+
+def test_no_help_has_brackets_that_are_taken_for_markup() -> None:
+    """[lora] would be printed as nothing."""
+    texts = [
+        (name, text) for name, command in COMMANDS.items()
+        for text in (command.help, *(getattr(param, "help", None) for param in command.params))
+    ]
+    assert len(texts) > 50 and not [(name, text) for name, text in texts if re.search(r"\[[a-z/]", text or "")]

@@ -29,7 +29,7 @@ READ_RATE = 3.8e6  # bytes per microsecond of decode attention
 START_COST, TILE_COST = 16.0, 4.6
 # The same of latent attention, whose products cost more than the bytes: what a program of 64 heads takes for a tile,
 # and the rate at which sequences read for themselves, some of it from L2. From `benchmarks/bench_latent.py --parts
-# shared` on an H200, groups of 16: of five cases three merge by these, which were 1.4 to 1.8 times as fast.
+# shared` on an H200, groups of 16: of seven cases four merge by these, which were 1.4 to 1.6 times as fast.
 LATENT_TILE_COST = 9.0
 LATENT_READ_RATE = 4.6e6  # bytes per microsecond
 LATENT_CHUNK = 8  # tiles that one program takes
